@@ -1,0 +1,109 @@
+"""Counts completed optimizer steps, without importing torch and without a change to the program.
+
+When ``torch.optim.optimizer`` is imported, a global post-step hook is registered in it. A program may have several
+optimizers (GANs, one for each parameter): **the step is the count of the optimizer that has stepped most**, and the
+time of the last step is that of any of them, so that a second phase with a new optimizer still shows progress. A step
+that a gradient scaler skips is not one. A compiled ``step`` counts too: the hook runs outside of the graph.
+
+To see the import, a finder stands first in ``sys.meta_path``. It lets the others find the module and only changes the
+class of that one loader to a subclass of its own class: it stays what it was for everyone who looks (``find_spec``,
+``inspect``, ``pickle``), and is itself again as soon as the module has run. ``importlib.reload`` passes here again and
+registers again, since the reloaded module starts with no hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from lmres.adapters.bootstrap.session import COUNTERS, COUNTERS_AT, FIRST, FIRST_AT, Session
+
+TYPE_CHECKING = False  # of ours: importing typing takes longer than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+MODULE = "torch.optim.optimizer"
+
+
+def install(session: Session, each_step: Callable[[], None]) -> None:
+    """Count from now on. ``each_step`` is called whenever the step has risen; it must be cheap and must not raise."""
+    hook = make_hook(session, each_step)
+
+    def register(module: ModuleType) -> None:
+        module.register_optimizer_step_post_hook(hook)
+
+    if MODULE in sys.modules:  # the user's sitecustomize imported it
+        register(sys.modules[MODULE])
+    sys.meta_path.insert(0, ImportWatch(MODULE, register))
+
+
+def make_hook(session: Session, each_step: Callable[[], None]) -> Callable[[Any, Any, Any], None]:
+    counts: dict[int, int] = {}
+    step = 0
+    pack, at, now_ns = COUNTERS.pack_into, COUNTERS_AT, time.monotonic_ns
+
+    def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal step
+        key = id(optimizer)
+        counts[key] = done = counts.get(key, 0) + 1
+        moment = now_ns()
+        if done > step:
+            step = done
+            each_step()
+            if done == 1 and session.attached:
+                FIRST.pack_into(session.page, FIRST_AT, moment)
+                session.send(b'{"kind": "first_step", "step": 1, "monotonic_ms": %d}' % (moment // 1_000_000))
+        pack(session.page, at, step, moment)
+
+    # What ``torch.compiler.disable`` sets, without its import: a compiled step must not trace into this.
+    count_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return count_step
+
+
+class ImportWatch:
+    """A finder that finds nothing of its own, and calls ``then(module)`` after each execution of one module."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec: ModuleSpec | None = find(fullname, path, target)
+            if spec is not None:
+                self._observe(spec.loader)
+                return spec
+        return None
+
+    def _observe(self, loader: Any) -> None:
+        plain = type(loader)
+        then = self._then
+
+        class Observed(plain):  # type: ignore[misc, valid-type]
+            def exec_module(self, module: ModuleType) -> None:
+                self.__class__ = plain
+                self.exec_module(module)
+                try:
+                    then(module)
+                except Exception as error:
+                    sys.stderr.write(f"lmres: optimizer steps are not counted: {error!r}\n")
+
+            def __reduce_ex__(self, protocol: Any) -> Any:
+                import copyreg
+
+                return copyreg._reconstructor, (plain, object, None), dict(self.__dict__)  # type: ignore[attr-defined]
+
+        Observed.__name__, Observed.__qualname__ = plain.__name__, plain.__qualname__
+        Observed.__module__ = plain.__module__
+        try:
+            loader.__class__ = Observed
+        except TypeError:
+            sys.stderr.write(f"lmres: optimizer steps are not counted: {MODULE} comes from {plain!r}\n")

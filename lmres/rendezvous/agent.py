@@ -1,0 +1,401 @@
+"""One agent's round: read, report, judge, decide, follow.
+
+A round is a generator that yields one store request at a time and is sent the answer; whoever drives it (a thread with
+a real store, or the simulator) may stop it between any two requests. Nothing is remembered that an answer has not
+confirmed, so a round that is cut off is simply run again: every write is either a compare-and-set or harmless when
+repeated.
+
+The round never acts. Its ``Outcome`` says what this agent must do: which plan it follows, whether its workers must
+stop, whether the group has formed, whether and how to end.
+
+              +---------+  registered   +---------+  plan names it   +--------+
+              | joining | ------------> | standby | ---------------> | active |
+              +---------+               +---------+ <--------------- +--------+
+                   ^                         |        plan drops it      |
+                   |    found lost, workers stopped                      |
+                   +-------------------------+---------------------------+
+                                             v
+                                         +-------+
+                                         | ended |   stop plan, run finished, refused, dismissed
+                                         +-------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from lmres.errors import ExitCode
+from lmres.ids import Keys
+from lmres.ports import Put, Txn, TxnResult
+from lmres.rendezvous.codec import encode
+from lmres.rendezvous.decide import Commit, Finish, Observed, Wait, decide
+from lmres.rendezvous.joining import Joining, end_of_run, run_is_over
+from lmres.rendezvous.leases import LeaseTable
+from lmres.rendezvous.ledger import Displaced, Ledger, StoreReset
+from lmres.rendezvous.notes import fault_note, gone_cause, plan_note
+from lmres.rendezvous.plan import Cause, Plan
+from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Requests, Settings, Standing
+from lmres.rendezvous.state import Done, Formed, Member, Ready, View
+
+BRIEF_MS = 100
+STAGGER_MS = 150
+MAX_STAGGER = 10
+
+
+@dataclass(slots=True)
+class Agent:
+    """The agent's memory between rounds. One owner; not thread-safe.
+
+    ``new_incarnation`` gives a fresh unique text; ``process_is_dead`` tells of a member's process on this very boot
+    whether it is certainly gone (False when it can not know).
+    """
+
+    settings: Settings
+    new_incarnation: Callable[[], str]
+    process_is_dead: Callable[[Member], bool]
+    ledger: Ledger = field(init=False)
+    joining: Joining = field(init=False)
+    end: End | None = None
+    reason: str = "joining"
+    _started_ms: int | None = None
+    _sent_faults: int = 0
+    _sent_recovered: int = 0
+    _head_seen: tuple[int, int] = (0, 0)
+    _formed_seen: tuple[int, int] = (0, 0)
+    _evidence_seen: tuple[int, int] = (0, 0)
+    _proposed: tuple[int, int] | None = None
+    _waiting_ms: int | None = None
+    _due_ms: int | None = None
+    _notes: list[Note] = field(default_factory=list)
+    _told: set[str] = field(default_factory=set)
+    _left: bool = False
+
+    def __post_init__(self) -> None:
+        config = self.settings.config
+        leases = LeaseTable(interval_ms=config.heartbeat_interval_ms, timeout_ms=config.heartbeat_timeout_ms)
+        self.ledger = Ledger(keys=self.settings.keys, me=self.settings.me, leases=leases)
+        self.joining = Joining(
+            ledger=self.ledger,
+            config=config,
+            new_incarnation=self.new_incarnation,
+            process_is_dead=self.process_is_dead,
+        )
+
+    @property
+    def keys(self) -> Keys:
+        return self.settings.keys
+
+    @property
+    def view(self) -> View:
+        return self.ledger.view
+
+    @property
+    def me(self) -> Member:
+        return self.ledger.me
+
+    # -- the round ----------------------------------------------------------------------------------------------------
+
+    def round(self, inputs: Inputs) -> Generator[Txn, TxnResult, Outcome]:
+        """One round. May be abandoned between any two requests; the next one starts from what was confirmed."""
+        self._due_ms = None
+        if self._started_ms is None:
+            self._started_ms = inputs.now_ms
+        if inputs.leave is not None:
+            yield from self._leave(inputs.leave)
+        elif self.end is None:
+            try:
+                yield from self._work(inputs)
+            except StoreReset:
+                self._finish(ExitCode.INFRASTRUCTURE_LOST, "the store has lost its records (was it started anew?)")
+            except Displaced:
+                self._displaced()
+        return self._outcome(inputs)
+
+    def _work(self, inputs: Inputs) -> Requests:
+        ledger = self.ledger
+        yield from ledger.refresh(inputs)
+        if ledger.registered and self.view.gone(self.me.node_id) is not None:
+            ledger.registered = False
+        if not ledger.registered:
+            yield from self._join(inputs)
+        if self.end is None and ledger.registered:
+            yield from self._send(inputs)
+            yield from self.ledger.restore_lasting()
+            yield from self._declare_lost(inputs)
+            yield from self._advance(inputs)
+            if ledger.observer_index() is not None:
+                yield from self._decide(inputs)
+            self._follow(inputs)
+            self._tell()
+
+    def _join(self, inputs: Inputs) -> Requests:
+        yield from self.joining.attempt(inputs)
+        self.reason = self.joining.reason
+        self.end = self.end or self.joining.end
+        if self.ledger.registered:
+            fields = {"address": self.me.address, "reason": "registered"}
+            self._notes.append(Note(event="agent_joined", fields=fields))
+
+    def _displaced(self) -> None:
+        self.ledger.registered = False
+        member = self.view.member(self.me.node_id)
+        if member is None or member.incarnation == self.me.incarnation:
+            self._finish(ExitCode.INFRASTRUCTURE_LOST, "the store has lost this agent's registration")
+            return
+        where = f"the agent with pid {member.pid} on host {member.host}"
+        self._finish(ExitCode.BAD_CONFIGURATION, f"node_id {member.node_id!r} was taken over by {where}")
+
+    # -- reporting ----------------------------------------------------------------------------------------------------
+
+    def _send(self, inputs: Inputs) -> Requests:
+        """Evidence and reports that the store has not confirmed yet. Their keys are unique: a repeat is harmless."""
+        while self._sent_faults < len(inputs.faults):
+            number = self._sent_faults
+            fault = inputs.faults[number]
+            key = self.keys.evidence(fault.generation, self.me.node_id, number)
+            if not (yield from self.ledger.write(Put(key=key, value=encode(fault)))):
+                return
+            self._sent_faults = number + 1
+        while self._sent_recovered < len(inputs.recovered):
+            record = inputs.recovered[self._sent_recovered]
+            key = self.keys.recovered(record.generation, self.me.node_id)
+            if not (yield from self.ledger.write(Put(key=key, value=encode(record)))):
+                return
+            self._sent_recovered += 1
+
+    def _declare_lost(self, inputs: Inputs) -> Requests:
+        for member in self.ledger.watched():
+            if self.ledger.leases.is_over(member.node_id, inputs.now_ms):
+                yield from self.ledger.give_up(member, self.ledger.silence(member.node_id, inputs.now_ms))
+        yield from self.joining.leave_if_too_many()
+        self.end = self.end or self.joining.end
+
+    # -- moving on ----------------------------------------------------------------------------------------------------
+
+    def _slot(self) -> int | None:
+        head = self.view.head()
+        if head is None or head.action == "stop" or not self.ledger.registered:
+            return None
+        return head.slot_of(self.me.node_id, self.me.incarnation)
+
+    def _advance(self, inputs: Inputs) -> Requests:
+        """Says that this node is ready, that the group has formed, that the workers here have ended well."""
+        head, slot = self.view.head(), self._slot()
+        if head is None or slot is None:
+            return
+        generation = head.generation
+        if inputs.waiting and not inputs.workers_alive and inputs.workers_generation < generation:
+            yield from self._say_ready(inputs, generation)
+        if slot == 0 and self.view.formed(generation) is None:
+            yield from self._say_formed(head)
+        done = Done(generation=generation, node_id=self.me.node_id, incarnation=self.me.incarnation)
+        key = self.keys.done(generation, self.me.node_id)
+        if inputs.succeeded == generation and not self.view.holds(key, done):
+            yield from self.ledger.write(Put(key=key, value=encode(done)))
+
+    def _say_ready(self, inputs: Inputs, generation: int) -> Requests:
+        ready = Ready(
+            generation=generation,
+            node_id=self.me.node_id,
+            incarnation=self.me.incarnation,
+            address=self.me.address,
+            master_port=inputs.master_port,
+            restarts_left=inputs.restarts_left,
+        )
+        key = self.keys.ready(generation, self.me.node_id)
+        if not self.view.holds(key, ready):
+            yield from self.ledger.write(Put(key=key, value=encode(ready)))
+
+    def _say_formed(self, head: Plan) -> Requests:
+        ready = self.view.ready(head.generation)
+        if any(n.node_id not in ready or ready[n.node_id].incarnation != n.incarnation for n in head.active):
+            return
+        first = ready[head.active[0].node_id]
+        formed = Formed(generation=head.generation, master_address=first.address, master_port=first.master_port)
+        yield from self.ledger.create(self.keys.formed(head.generation), encode(formed))
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def _decide(self, inputs: Inputs) -> Requests:
+        self._mark_times(inputs.now_ms)
+        decision = decide(self.view, self.settings.recovery, self._observed(inputs))
+        match decision:
+            case Wait():
+                self._note_wait(decision, inputs)
+            case Commit():
+                self.reason = f"deciding: {decision.plan.reason}"
+                if self._settled(decision, inputs.now_ms):
+                    key = self.keys.plan(decision.plan.generation)
+                    over = (self.keys.finished,)
+                    yield from self.ledger.create(key, encode(decision.plan), unless_changed=over)
+            case Finish():
+                next_plan = (self.keys.plan(self._generation() + 1),)
+                yield from self.ledger.create(self.keys.finished, encode(decision.record), unless_changed=next_plan)
+
+    def _generation(self) -> int:
+        head = self.view.head()
+        return head.generation if head is not None else 0
+
+    def _mark_times(self, now_ms: int) -> None:
+        """Remembers when this agent first saw the newest plan, its formation and its first evidence.
+
+        Waiting for other nodes is measured on the clock that leaves out the time in which this agent could not look.
+        """
+        generation = self._generation()
+        if self._head_seen[0] != generation:
+            self._head_seen = (generation, self.ledger.leases.attended_ms(now_ms))
+            self._waiting_ms = None
+        if self._formed_seen[0] != generation and self.view.formed(generation) is not None:
+            self._formed_seen = (generation, now_ms)
+        if self._evidence_seen[0] != generation and self.view.evidence(generation):
+            self._evidence_seen = (generation, now_ms)
+
+    def _observed(self, inputs: Inputs) -> Observed:
+        now_ms, head, generation = inputs.now_ms, self.view.head(), self._generation()
+        leases = self.ledger.leases
+        unconfirmed: list[str] = []
+        if head is not None and self._evidence_seen[0] == generation:
+            others = [n.node_id for n in head.active if n.node_id != self.me.node_id]
+            unconfirmed = [n for n in others if (leases.heard_ms(n) or 0) <= self._evidence_seen[1]]
+        formed = self._formed_seen[0] == generation and generation > 0
+        attended_ms = leases.attended_ms(now_ms)
+        waited = attended_ms - self._waiting_ms if self._waiting_ms is not None else 0
+        return Observed(
+            unconfirmed=frozenset(unconfirmed),
+            late=self._late(attended_ms),
+            silent=frozenset(m.node_id for m in self.ledger.watched() if leases.is_silent(m.node_id, now_ms)),
+            generation_ms=now_ms - self._formed_seen[1] if formed else 0,
+            wait_over=waited >= self.settings.join_timeout_ms,
+        )
+
+    def _late(self, attended_ms: int) -> frozenset[str]:
+        """Nodes that live but do not become ready (their old workers can not be killed, say)."""
+        head = self.view.head()
+        if head is None or head.action == "stop" or self.view.formed(head.generation) is not None:
+            return frozenset()
+        if attended_ms - self._head_seen[1] < self.settings.form_timeout_ms:
+            return frozenset()
+        ready = self.view.ready(head.generation)
+        return frozenset(n.node_id for n in head.active if n.node_id not in ready)
+
+    def _note_wait(self, wait: Wait, inputs: Inputs) -> None:
+        self.reason = wait.reason
+        self._proposed = None
+        if wait.for_standby and self._waiting_ms is None:
+            self._waiting_ms = self.ledger.leases.attended_ms(inputs.now_ms)
+        waited = inputs.now_ms - (self._started_ms or inputs.now_ms)
+        if self.view.head() is None and waited >= self.settings.join_timeout_ms:
+            self._finish(ExitCode.INFRASTRUCTURE_LOST, f"no group within join_timeout: {wait.reason}")
+
+    def _settled(self, decision: Commit, now_ms: int) -> bool:
+        """Listens as long as the decision asks, then lets the observers before this one go first.
+
+        The time runs from the first proposal for this generation, so that news does not put a decision off for ever.
+        """
+        generation = decision.plan.generation
+        if self._proposed is None or self._proposed[0] != generation:
+            self._proposed = (generation, now_ms)
+        window_ms = round(self.settings.recovery.evidence_window_s * 1000)
+        listen_ms = {"now": 0, "brief": min(BRIEF_MS, window_ms), "window": window_ms}[decision.settle]
+        index = self.ledger.observer_index() or 0
+        left = listen_ms + STAGGER_MS * min(index, MAX_STAGGER) - (now_ms - self._proposed[1])
+        self._due_ms = max(1, left)
+        return left <= 0
+
+    # -- following ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, code: int, reason: str, *, cause: Cause | None = None) -> None:
+        if self.end is None:
+            self.end = End(exit_code=int(code), reason=reason, cause=cause)
+
+    def _follow(self, inputs: Inputs) -> None:
+        """Ends this agent if the newest records say so."""
+        me, aside, dismissed = self.me.node_id, self._quarantine(), None
+        if self._slot() is None:
+            dismissed = next((p for p in self._unseen_plans(inputs) if me in p.dismissed), None)
+        if run_is_over(self.view):
+            self.end = self.end or end_of_run(self.view)
+        elif dismissed is not None:
+            self._finish(ExitCode.TRAINING_FAILED, dismissed.dismissed[me], cause=dismissed.cause)
+        elif aside and self.settings.recovery.quarantined == "exit":
+            self._finish(ExitCode.QUARANTINED, f"this node was put aside: {aside}")
+
+    def _unseen_plans(self, inputs: Inputs) -> tuple[Plan, ...]:
+        """The plans since the workers here were started: one may have been missed. None for a new process."""
+        return self.view.plans_after(inputs.workers_generation) if inputs.workers_generation else ()
+
+    def _quarantine(self) -> str | None:
+        return self.view.quarantine_reason(self.me.node_id) if self._slot() is None else None
+
+    def _leave(self, leave: Leave) -> Requests:
+        """The last one out wipes the records of the run."""
+        if not self._left:
+            if self.ledger.registered:
+                yield from self.ledger.resign("left", leave.reason, planned=leave.planned)
+            if self.joining.run and not self.view.live_members():
+                yield from self.ledger.clear()
+            self._left = True
+        self._finish(ExitCode.SUCCEEDED, leave.reason)
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Events for what is new in the view, each once."""
+        head = self.view.head()
+        if head is None:
+            return
+        previous = head.generation - 1
+        for generation in (previous, head.generation):
+            for e in self.view.evidence(generation):
+                key = f"evidence {generation} {e.reporter} {e.cause.pid} {e.cause.node_id} {e.at_ms}"
+                self._once(key, fault_note(e.cause, e.weight, e.reporter, generation))
+        for node in head.active:
+            gone = self.view.gone(node.node_id)
+            if gone is not None and gone.incarnation == node.incarnation and head.action != "stop":
+                cause = gone_cause(gone, self.view.member(node.node_id))
+                self._once(f"gone {node.incarnation}", fault_note(cause, "primary", gone.by, head.generation))
+        if head.cause is not None and head.cause.rank is None:
+            note = fault_note(head.cause, "primary", "", previous)
+            self._once(f"gone {head.cause.incarnation}", note)
+        self._once(f"plan {head.generation}", plan_note(head))
+
+    def _once(self, key: str, note: Note) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._notes.append(note)
+
+    def _outcome(self, inputs: Inputs) -> Outcome:
+        head, slot = self.view.head(), self._slot()
+        notes, self._notes = tuple(self._notes), []
+        behind = head is not None and inputs.workers_generation < head.generation
+        over = self.end is not None or not self.ledger.registered
+        return Outcome(
+            standing=self._standing(),
+            waiting_for=self.end.reason if self.end is not None else self.reason,
+            next_ms=self._next_ms(inputs.now_ms),
+            plan=head if self.ledger.registered else None,
+            formed=self.view.formed(head.generation) if head is not None and slot is not None else None,
+            slot=slot,
+            stop_workers=behind or over,
+            charged=slot is not None and any(self.me.node_id in p.charged for p in self._unseen_plans(inputs)),
+            end=self.end,
+            notes=notes,
+        )
+
+    def _standing(self) -> Standing:
+        if self.end is not None:
+            return "ended"
+        if not self.ledger.registered:
+            return "joining"
+        if self._slot() is not None:
+            return "active"
+        return "quarantined" if self._quarantine() else "standby"
+
+    def _next_ms(self, now_ms: int) -> int:
+        """No later than the next heartbeat, the first lease that may run out, and the end of a settling time."""
+        watched = [m.node_id for m in self.ledger.watched()]
+        due = [self.settings.config.heartbeat_interval_ms, self.ledger.leases.next_expiry_ms(watched, now_ms)]
+        if self._due_ms is not None:
+            due.append(self._due_ms)
+        return max(1, min(due))

@@ -1,0 +1,255 @@
+"""The workers of this node: evidence from their ends, the gate before torch, stopping.
+
+torch polls exit codes and acts on them at once, so each is held back here until the plan says what it means:
+
+- a failure stays hidden until the plan; then torch sees it only on the node the plan charges with it (which spends one
+  of ``--max-restarts``), and elsewhere the workers are restarted as for a change of membership, which costs nothing;
+- a success stays hidden until all slots have succeeded, so that a late crash elsewhere can still restart this node.
+
+If the thread that decides dies, the gate opens and torch is on its own again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lmres.adapters.bootstrap import bootstrap_env
+from lmres.rendezvous.edge.workers import patch
+from lmres.rendezvous.edge.workers.guardian import Guardian
+from lmres.rendezvous.edge.workers.monitor import WorkerMonitor
+from lmres.rendezvous.edge.workers.process import WorkerProcess
+from lmres.rendezvous.edge.workers.stop import StopReport, stop_workers
+from lmres.rendezvous.plan import Cause, ExceptionInfo
+from lmres.rendezvous.state import Evidence, Member
+from lmres.scout.evidence import Finding, classify_exception, classify_exit
+
+log = logging.getLogger("lmres")
+
+MAX_FAULTS_PER_GENERATION = 32
+_MAX_LINES = 20
+
+
+class Crew:
+    """Owned by the node; its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        token: str,
+        me: Callable[[], Member],
+        grace_s: float,
+        attach: bool,
+        guardian: Guardian,
+        on_change: Callable[[], None],
+        on_note: Callable[[WorkerProcess, dict[str, Any]], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """``attach``: the bootstrap goes into the workers. ``on_note`` gets the workers' own reports."""
+        self._me = me
+        self._grace_s = grace_s
+        self._guardian = guardian
+        self._on_change = on_change
+        self._on_note = on_note
+        self._lock = threading.Lock()
+        self.monitor = WorkerMonitor(
+            token=token,
+            on_exit=self._exited,
+            on_report=self._reported,
+            on_error=on_error,
+            gate=self._gate,
+            on_start=self._started,
+            prepare_env=bootstrap_env if attach else None,
+        )
+        self.generation = 0
+        self.started_ms: int | None = None
+        self.stopped_ms: int | None = None
+        self.unkillable: tuple[int, ...] = ()
+        self.succeeded = 0
+        self.faults: tuple[Evidence, ...] = ()
+        self._expected = 0
+        self._statuses: dict[int, int] = {}
+        self._attached: set[int] = set()
+        self._reports: set[int] = set()
+        self._stopper: threading.Thread | None = None
+        self._stopping = False
+        self._open = False
+        self._success_shown = False
+
+    def start(self) -> None:
+        self.monitor.start()
+        patch.install(self.monitor)
+
+    def close(self) -> None:
+        patch.uninstall(self.monitor)
+        self.monitor.close()
+
+    # -- a generation -------------------------------------------------------------------------------------------------
+
+    def begin(self, generation: int, expected: int, env: Mapping[str, str]) -> None:
+        """The next ``expected`` workers that torch starts belong to ``generation``."""
+        with self._lock:
+            for worker in self.monitor.workers():
+                self._guardian.unregister(worker.pid)
+            self.generation, self._expected = generation, expected
+            self.started_ms = self.stopped_ms = None
+            self._statuses, self._attached, self._reports = {}, set(), set()
+            self._stopping = self._open = self._success_shown = False
+            self._stopper = None
+        self.monitor.set_generation(generation, env)
+
+    def pids(self) -> dict[int, int]:
+        """Local rank to pid, of the newest generation."""
+        return {w.place.local_rank: w.pid for w in self.monitor.workers(self.generation)}
+
+    @property
+    def alive(self) -> bool:
+        """Whether any worker runs, or is being cleaned away."""
+        stopper = self._stopper
+        if stopper is not None and stopper.is_alive():
+            return True
+        return any(w.exit_status() is None for w in self.monitor.workers())
+
+    @property
+    def step(self) -> int | None:
+        """The most optimizer steps that a worker here has completed in this generation; None if not known."""
+        steps = [w.progress.read()[0] for w in self.monitor.workers(self.generation) if w.pid in self._attached]
+        return max(steps, default=None)
+
+    @property
+    def has_failure(self) -> bool:
+        """Whether torch would see a failure if the gate were open."""
+        return any(w.exit_status() not in (None, 0) for w in self.monitor.workers(self.generation))
+
+    # -- the gate -----------------------------------------------------------------------------------------------------
+
+    def _gate(self, worker: WorkerProcess, status: int) -> bool:
+        if self._open or worker.place.generation != self.generation:
+            return True
+        return status == 0 and self._success_shown
+
+    def show_success(self) -> None:
+        """The run has succeeded: torch may see its workers' success."""
+        self._success_shown = True
+
+    def open_gate(self) -> None:
+        """torch may see everything."""
+        self._open = True
+
+    # -- stopping -----------------------------------------------------------------------------------------------------
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Begins to stop the workers, once a generation, in a thread of its own; ``alive`` tells when it is done."""
+        with self._lock:
+            workers = self.monitor.workers()
+            if self._stopping or not workers:
+                return
+            self._stopping = True
+            grace = self._grace_s if grace_s is None else grace_s
+            self._stopper = threading.Thread(target=self._stop, args=(workers, grace), name="lmres-stop", daemon=True)
+            self._stopper.start()
+
+    def _stop(self, workers: tuple[WorkerProcess, ...], grace_s: float) -> None:
+        for worker in workers:
+            if worker.pid in self._reports:
+                worker.release()
+        spare = [self._guardian.pid] if self._guardian.pid is not None else []
+        report: StopReport = stop_workers(workers, grace_s, spare=spare)
+        self.unkillable = report.unkillable
+        self.stopped_ms = now_ms()
+        if report.killed:
+            log.warning("workers that did not end within %.1f s of SIGTERM were killed: %s", grace_s, report.killed)
+        self._stopper = None
+        self._on_change()
+
+    def join_stop(self, timeout_s: float) -> None:
+        stopper = self._stopper
+        if stopper is not None:
+            stopper.join(timeout_s)
+
+    # -- what the workers tell ----------------------------------------------------------------------------------------
+
+    def _started(self, worker: WorkerProcess) -> None:
+        self._guardian.register(worker.pid)
+        if len(self.monitor.workers(self.generation)) == self._expected:
+            self.started_ms = now_ms()
+            self._on_change()
+
+    def _reported(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "attached":
+            self._attached.add(worker.pid)
+        if kind == "exception":
+            self._exception(worker, message)
+        self._on_note(worker, message)
+
+    def _exception(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        type_name = str(message.get("type", "unknown")).removeprefix("builtins.")[:300]
+        text = str(message.get("message", ""))[:4000]
+        lines = message.get("last_lines")
+        last = tuple(str(line)[:500] for line in lines[-_MAX_LINES:]) if isinstance(lines, list) else ()
+        info = ExceptionInfo(type_name=type_name, message=text, last_lines=last)
+        at_ms = message.get("monotonic_ms")
+        self._reports.add(worker.pid)
+        finding = classify_exception(type_name=type_name, message=text)
+        self._add_fault(worker, finding, 1, at_ms if isinstance(at_ms, int) else now_ms(), info)
+
+    def _exited(self, worker: WorkerProcess, status: int, at_ms: int) -> None:
+        if worker.place.generation != self.generation:
+            return
+        self._statuses[worker.place.local_rank] = status
+        if status != 0 and worker.pid not in self._reports:
+            self._add_fault(worker, classify_exit(status), status, at_ms, None)
+        if len(self._statuses) == self._expected and not any(self._statuses.values()):
+            self.succeeded = self.generation
+        self._on_change()
+
+    def _add_fault(
+        self, worker: WorkerProcess, finding: Finding, status: int, at_ms: int, info: ExceptionInfo | None
+    ) -> None:
+        if self._stopping or self._open or worker.place.generation != self.generation:
+            return  # it ends because it was told to
+        me = self._me()
+        cause = Cause(
+            failure_class=finding.failure_class,
+            node_id=me.node_id,
+            incarnation=me.incarnation,
+            host=me.host,
+            detail=finding.detail,
+            rank=worker.place.rank,
+            local_rank=worker.place.local_rank,
+            pid=worker.pid,
+            exit_status=status,
+            exception=info,
+            step=worker.progress.read()[0] if worker.pid in self._attached else None,
+            detect_ms=max(0, now_ms() - at_ms),
+        )
+        self.add_evidence(cause, finding.weight, at_ms)
+
+    def add_evidence(self, cause: Cause, weight: Any, at_ms: int, *, fit: bool = True) -> None:
+        """Keeps evidence for the protocol to send."""
+        me = self._me()
+        with self._lock:
+            mine = [e for e in self.faults if e.generation == self.generation]
+            if len(mine) >= MAX_FAULTS_PER_GENERATION:
+                return
+            evidence = Evidence(
+                generation=self.generation,
+                reporter=me.node_id,
+                incarnation=me.incarnation,
+                weight=weight,
+                cause=cause,
+                boot_id=me.boot_id,
+                at_ms=at_ms,
+                fit=fit,
+            )
+            self.faults = (*self.faults, evidence)
+        self._on_change()
+
+
+def now_ms() -> int:
+    """Milliseconds of CLOCK_MONOTONIC."""
+    return time.monotonic_ns() // 1_000_000

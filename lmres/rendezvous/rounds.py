@@ -1,0 +1,93 @@
+"""What goes into an agent's round and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from lmres.ids import Keys
+from lmres.policy import Recovery
+from lmres.ports import Txn, TxnResult
+from lmres.rendezvous.plan import Cause, Plan
+from lmres.rendezvous.state import Evidence, Formed, Member, Recovered, RunConfig
+
+Requests: TypeAlias = Generator[Txn, TxnResult, None]
+Asked: TypeAlias = Generator[Txn, TxnResult, bool]
+Standing = Literal["joining", "standby", "quarantined", "active", "ended"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What does not change during an agent's life. ``me.incarnation`` is the first one."""
+
+    keys: Keys
+    me: Member
+    config: RunConfig
+    recovery: Recovery
+    join_timeout_ms: int
+    form_timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """This agent is going. ``planned``: it was told to."""
+
+    reason: str
+    planned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """This moment on this host.
+
+    ``waiting``: torch's agent is inside ``next_rendezvous``. ``workers_generation``: the generation whose workers were
+    last started here, 0 for none; ``workers_alive``: any process of theirs is left. ``succeeded``: the generation all
+    of whose local workers ended with 0. ``faults``: all evidence collected here so far, in order.
+    """
+
+    now_ms: int
+    waiting: bool
+    workers_generation: int = 0
+    workers_alive: bool = False
+    succeeded: int = 0
+    restarts_left: int | None = None
+    master_port: int = 0
+    step: int | None = None
+    faults: tuple[Evidence, ...] = ()
+    recovered: tuple[Recovered, ...] = ()
+    leave: Leave | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How this agent ends. ``cause`` is the first cause of a failed run."""
+
+    exit_code: int
+    reason: str
+    cause: Cause | None = None
+    run_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something worth telling: an event's name and its fields."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What this agent must do now. ``next_ms``: run the next round no later than this."""
+
+    standing: Standing
+    waiting_for: str
+    next_ms: int
+    plan: Plan | None = None
+    formed: Formed | None = None
+    slot: int | None = None
+    stop_workers: bool = False
+    charged: bool = False
+    end: End | None = None
+    notes: tuple[Note, ...] = ()

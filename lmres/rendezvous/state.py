@@ -1,0 +1,388 @@
+"""The records of a run, and the view that an agent has of them.
+
+Every record lives under one key of the store (``lmres.ids``) and is written by whoever is named here:
+
+=========== ======================= ==========================================================================
+record      written by              meaning
+=========== ======================= ==========================================================================
+RunConfig   the first agent         what all agents of the run must agree on; never changes
+Member      its agent               a registration; a new incarnation replaces it
+Door        its agent               who registered last; who wipes the records makes sure that nobody comes in
+Lease       its agent               a counter that moves while the agent lives
+Gone        its agent or observers  this incarnation left, or was found lost; final for the incarnation
+Hold        the operator            drain or readmit a node; the latest one counts
+Evidence    the witness             what was seen to fail in a generation
+Plan        one agent, once         the only plan of its generation; never changes (``plan.py``)
+Ready       its agent               its old workers are gone, it waits for the plan's group
+Formed      slot 0                  all were ready: where the group meets; never changes
+Done        its agent               all its workers of the generation ended with 0
+Recovered   its agent               how long each phase of a recovery took here
+Finished    one agent, once         the run succeeded or failed
+=========== ======================= ==========================================================================
+
+The view keeps each record with the revision of its last change. A record that cannot be read, or stands under another
+record's key, counts as absent, or as it was when it was last read; its revision is kept, so that a compare-and-set can
+replace it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from lmres.errors import RecordError
+from lmres.ids import Keys
+from lmres.ports import Entry
+from lmres.rendezvous.codec import decode
+from lmres.rendezvous.plan import Cause, Plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """``policy`` is the canonical policy as JSON text, or None when the run has none."""
+
+    min_nodes: int
+    max_nodes: int
+    local_world_size: int
+    role: str
+    heartbeat_interval_ms: int
+    heartbeat_timeout_ms: int
+    policy: str | None
+    written_by: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """``boot_id``, ``pid`` and ``pid_start`` name the agent's process exactly on its host."""
+
+    node_id: str
+    incarnation: str
+    address: str
+    host: str
+    boot_id: str
+    pid: int
+    pid_start: float
+    failure_domain: str
+    state_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    incarnation: str
+    counter: int
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """``how``: ``left`` by itself, ``lost`` as seen by others, ``refused`` at the door. ``planned``: told to leave."""
+
+    node_id: str
+    incarnation: str
+    how: Literal["left", "lost", "refused"]
+    reason: str
+    by: str
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """``generation`` is the newest one when the operator spoke."""
+
+    node_id: str
+    kind: Literal["drain", "readmit"]
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One failure as its witness saw it.
+
+    ``cause`` names node, rank, exit code or exception. ``at_ms`` is the witness's CLOCK_MONOTONIC, comparable only
+    between records of one ``boot_id``. ``fit`` False says that the suspect's node cannot go on at all.
+    """
+
+    generation: int
+    reporter: str
+    incarnation: str
+    weight: Literal["primary", "ambiguous", "secondary"]
+    cause: Cause
+    boot_id: str
+    at_ms: int
+    fit: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """``restarts_left`` is torch's budget on this agent, None when unknown."""
+
+    generation: int
+    node_id: str
+    incarnation: str
+    address: str
+    master_port: int
+    restarts_left: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    generation: int
+    master_address: str
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    generation: int
+    node_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """Phases of one recovery on one node, in seconds; None where not known."""
+
+    generation: int
+    node_id: str
+    cause: str
+    phases: dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    outcome: Literal["succeeded", "failed"]
+    exit_code: int
+    reason: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A record with the revision of its last change.
+
+    ``problem`` says why the newest text could not be read; ``record`` is then the last that could, or None.
+    """
+
+    record: Any
+    revision: int
+    created: int
+    problem: str = ""
+
+
+_SECTIONS: dict[str, type] = {
+    "config": RunConfig,
+    "member": Member,
+    "door": Door,
+    "gone": Gone,
+    "hold": Hold,
+    "stop": StopRequest,
+    "evidence": Evidence,
+    "plan": Plan,
+    "ready": Ready,
+    "formed": Formed,
+    "done": Done,
+    "recovered": Recovered,
+    "finished": Finished,
+}
+
+
+@dataclass(slots=True)
+class View:
+    """What an agent knows of the store. Grows by ``apply``; ``revision`` is the newest one it has read."""
+
+    keys: Keys
+    revision: int = 0
+    stored: dict[str, Stored] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    _sections: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    _head: Plan | None = None
+
+    def apply(self, entries: Iterable[Entry], revision: int) -> None:
+        for entry in entries:
+            self._apply_one(entry)
+        self.revision = max(self.revision, revision)
+
+    def _apply_one(self, entry: Entry) -> None:
+        key = entry.key
+        section = self._section(key)
+        if section not in _SECTIONS:
+            return
+        try:
+            record: Any = decode(_SECTIONS[section], entry.value)
+            if not self._belongs(record, key):
+                raise RecordError(f"{type(record).__name__} of another key found under {key}")
+            problem = ""
+            self.problems.pop(key, None)
+        except RecordError as error:
+            before = self.stored.get(key)
+            record, problem = before.record if before is not None else None, str(error)
+            self.problems[key] = problem
+        stored = Stored(record=record, revision=entry.mod_revision, created=entry.create_revision, problem=problem)
+        self.stored[key] = stored
+        self._sections.setdefault(section, {})[key] = stored
+        if isinstance(record, Plan) and (self._head is None or record.generation >= self._head.generation):
+            self._head = record
+
+    def _section(self, key: str) -> str:
+        for prefix in (self.keys.ctl, self.keys.reg):
+            if key.startswith(prefix):
+                return key[len(prefix) :].split("/", 1)[0]
+        return ""
+
+    def _belongs(self, record: Any, key: str) -> bool:
+        match record:
+            case Plan():
+                return key == self.keys.plan(record.generation)
+            case Formed():
+                return key == self.keys.formed(record.generation)
+            case Member():
+                return key == self.keys.member(record.node_id)
+            case Gone():
+                return key == self.keys.gone(record.node_id)
+            case Hold():
+                return key == self.keys.hold(record.node_id)
+            case Ready():
+                return key == self.keys.ready(record.generation, record.node_id)
+            case Done():
+                return key == self.keys.done(record.generation, record.node_id)
+            case Evidence():
+                number = key.rsplit("/", 1)[-1]
+                return number.isdecimal() and key == self.keys.evidence(record.generation, record.reporter, int(number))
+            case _:
+                return True
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        stored = self.stored.get(key)
+        return stored.record if stored is not None and isinstance(stored.record, kind) else None
+
+    def mod_revision(self, key: str) -> int:
+        stored = self.stored.get(key)
+        return stored.revision if stored is not None else 0
+
+    def holds(self, key: str, record: object) -> bool:
+        """Whether exactly this record stands in the store, whole."""
+        stored = self.stored.get(key)
+        return stored is not None and not stored.problem and stored.record == record
+
+    def under(self, prefix: str, kind: type[T]) -> Iterator[tuple[Stored, T]]:
+        """The readable records of a kind below a prefix, in key order."""
+        section = self._sections.get(self._section(prefix), {})
+        for key in sorted(k for k in section if k.startswith(prefix)):
+            stored = section[key]
+            if isinstance(stored.record, kind):
+                yield stored, stored.record
+
+    # -- what the protocol asks ---------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> RunConfig | None:
+        return self.get(self.keys.config, RunConfig)
+
+    @property
+    def finished(self) -> Finished | None:
+        return self.get(self.keys.finished, Finished)
+
+    def head(self) -> Plan | None:
+        """The plan of the newest generation."""
+        return self._head
+
+    def plans_after(self, generation: int) -> tuple[Plan, ...]:
+        """The plans of all newer generations, oldest first."""
+        return tuple(p for _, p in self.under(f"{self.keys.ctl}plan/", Plan) if p.generation > generation)
+
+    def formed(self, generation: int) -> Formed | None:
+        return self.get(self.keys.formed(generation), Formed)
+
+    def member(self, node_id: str) -> Member | None:
+        return self.get(self.keys.member(node_id), Member)
+
+    def gone(self, node_id: str) -> Gone | None:
+        """Set if the node's newest incarnation is gone."""
+        member, gone = self.member(node_id), self.get(self.keys.gone(node_id), Gone)
+        if gone is None or member is None or gone.incarnation != member.incarnation:
+            return None
+        return gone
+
+    def is_live(self, node_id: str, incarnation: str) -> bool:
+        member = self.member(node_id)
+        return member is not None and member.incarnation == incarnation and self.gone(node_id) is None
+
+    def live_members(self) -> tuple[Member, ...]:
+        """In the order of their registration."""
+        found = [
+            (stored.revision, m)
+            for stored, m in self.under(f"{self.keys.reg}member/", Member)
+            if self.gone(m.node_id) is None
+        ]
+        return tuple(m for _, m in sorted(found, key=lambda pair: pair[0]))
+
+    def all_members(self) -> tuple[Member, ...]:
+        return tuple(m for _, m in self.under(f"{self.keys.reg}member/", Member))
+
+    def evidence(self, generation: int) -> tuple[Evidence, ...]:
+        """In the order of arrival."""
+        found = [
+            (stored.created, e)
+            for stored, e in self.under(f"{self.keys.reg}evidence/{generation:08d}/", Evidence)
+            if e.generation == generation
+        ]
+        return tuple(e for _, e in sorted(found, key=lambda pair: pair[0]))
+
+    def ready(self, generation: int) -> dict[str, Ready]:
+        prefix = f"{self.keys.reg}ready/{generation:08d}/"
+        return {r.node_id: r for _, r in self.under(prefix, Ready) if r.generation == generation}
+
+    def done(self, generation: int) -> dict[str, Done]:
+        prefix = f"{self.keys.reg}done/{generation:08d}/"
+        return {d.node_id: d for _, d in self.under(prefix, Done) if d.generation == generation}
+
+    def stop_request(self) -> StopRequest | None:
+        return self.get(self.keys.stop, StopRequest)
+
+    def hold(self, node_id: str) -> Hold | None:
+        return self.get(self.keys.hold(node_id), Hold)
+
+    def quarantine_reason(self, node_id: str) -> str | None:
+        """Why this node may not be used now; None if it may."""
+        hold, head = self.hold(node_id), self.head()
+        if hold is not None and hold.kind == "drain":
+            return f"drained by the operator: {hold.reason}"
+        for item in head.quarantined if head is not None else ():
+            if item.node_id == node_id and not (hold is not None and hold.generation >= item.generation):
+                return item.reason
+        return None
+
+    def standbys(self) -> tuple[Member, ...]:
+        """Live, fit for use, not active in the newest plan and not sent away by it; in order of registration."""
+        head = self.head()
+        busy = {(s.node_id, s.incarnation) for s in head.active} if head is not None else set()
+        return tuple(
+            m
+            for m in self.live_members()
+            if (m.node_id, m.incarnation) not in busy
+            and self.quarantine_reason(m.node_id) is None
+            and not self._is_dismissed(m.node_id)
+        )
+
+    def _is_dismissed(self, node_id: str) -> bool:
+        """By the newest plan; an agent that registered after it is a new one."""
+        head = self.head()
+        if head is None or node_id not in head.dismissed:
+            return False
+        return self.mod_revision(self.keys.member(node_id)) < self.mod_revision(self.keys.plan(head.generation))

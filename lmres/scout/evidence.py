@@ -1,0 +1,107 @@
+"""What a worker's end says about its cause.
+
+When one rank dies the others fail a moment later of a broken connection, so each piece of evidence carries a weight:
+
+- ``primary``: says by itself what happened here (a kill signal, an exception of the program);
+- ``ambiguous``: an exit that is as likely a consequence as a cause (exit code 1 with no report, SIGABRT of a
+  communication watchdog);
+- ``secondary``: an error that names a broken connection: some other rank was first.
+
+Only this order, and within it the order of arrival, decides who is named as the first cause.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+FailureClass = Literal[
+    "process_crash",
+    "user_exception",
+    "out_of_memory",
+    "hang",
+    "collective_desync",
+    "straggler",
+    "silent_corruption",
+    "node_lost",
+    "node_unhealthy",
+    "drain",
+    "store_lost",
+    "unknown",
+]
+Weight = Literal["primary", "ambiguous", "secondary"]
+
+WEIGHT_ORDER: dict[str, int] = {"primary": 0, "ambiguous": 1, "secondary": 2}
+
+_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|timed out)|broken pipe|socket (is )?closed|remote process exited"
+    r"|connection closed by peer|no route to host|network is unreachable|nccl remote error|ncclRemoteError"
+    r"|read error \[|write error \[|recv(Bytes|Value)? failed|failed to recv|sendBytes failed"
+    r"|connection was likely closed"
+    r"|timed out waiting \d+ms for (recv|send) operation|Communicator was aborted|Connection reset by peer"
+    r"|ProcessGroup\w* .*(abort|shutdown)",
+    re.IGNORECASE,
+)
+_CONNECTION_TYPES = frozenset(
+    {
+        "ConnectionError",
+        "ConnectionResetError",
+        "ConnectionAbortedError",
+        "ConnectionRefusedError",
+        "BrokenPipeError",
+        "torch.distributed.DistNetworkError",
+        "torch.distributed.DistStoreError",
+        "torch.DistNetworkError",
+        "torch.DistStoreError",
+    }
+)
+_OUT_OF_MEMORY_TYPES = frozenset({"MemoryError", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
+_DEVICE = re.compile(
+    r"CUDA error|HIP error|CUBLAS_STATUS|CUDNN_STATUS|uncorrectable ECC|ncclUnhandledCudaError|ncclSystemError"
+    r"|device-side assert|illegal memory access",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The class of a failure, its weight, and one line for people."""
+
+    failure_class: FailureClass
+    weight: Weight
+    detail: str
+
+
+def classify_exception(*, type_name: str, message: str) -> Finding:
+    """``type_name`` is the qualified name without ``builtins.``; ``message`` is ``str(exception)``."""
+    line = message.strip().splitlines()[0][:300] if message.strip() else ""
+    detail = f"{type_name}: {line}" if line else type_name
+    short = type_name.rsplit(".", 1)[-1]
+    if type_name in _OUT_OF_MEMORY_TYPES or short == "OutOfMemoryError":
+        return Finding(failure_class="out_of_memory", weight="primary", detail=detail)
+    if type_name in _CONNECTION_TYPES or short in {"DistNetworkError", "DistStoreError"}:
+        return Finding(failure_class="unknown", weight="secondary", detail=detail)
+    distributed = short in {"DistBackendError", "DistError", "RuntimeError"}
+    if distributed and _CONNECTION.search(message):
+        return Finding(failure_class="unknown", weight="secondary", detail=detail)
+    if _DEVICE.search(message):
+        return Finding(failure_class="process_crash", weight="primary", detail=detail)
+    return Finding(failure_class="user_exception", weight="primary", detail=detail)
+
+
+def classify_exit(status: int) -> Finding:
+    """``status`` as in ``Popen.returncode``: an exit code, or a negative signal number. Never 0."""
+    if status < 0:
+        name = _signal_name(-status)
+        weight: Weight = "ambiguous" if -status in (signal.SIGABRT, signal.SIGPIPE) else "primary"
+        return Finding(failure_class="process_crash", weight=weight, detail=f"killed by {name}")
+    return Finding(failure_class="process_crash", weight="ambiguous", detail=f"exit code {status}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,202 @@
+"""What goes wrong, when and to whom: drawn from the seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lmres.ports import Get, Put, Txn
+from lmres.rendezvous.codec import encode
+from lmres.rendezvous.state import Hold, StopRequest
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process
+    from tests.sim.world import World
+
+_EXITS = (-9, -9, -11, -6, 1)
+_EXCEPTIONS = (
+    ("ValueError", "loss is nan"),
+    ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ("RuntimeError", "CUDA error: an illegal memory access was encountered"),
+    ("torch.distributed.DistBackendError", "Connection closed by peer [10.0.0.7]:4711"),
+)
+
+
+def _someone(world: World) -> Process | None:
+    living = world.living()
+    return world.rng.choice(living) if living else None
+
+
+def kill_agent(world: World) -> None:
+    process = _someone(world)
+    if process is not None:
+        process.kill()
+
+
+def restart_agent(world: World) -> None:
+    """Killed with its workers, and started anew on the same host a moment later, with the same node id."""
+    process = _someone(world)
+    if process is not None:
+        process.kill()
+        delay_ms = world.rng.choice((10, 300, 3_000, 8_000))
+        world.after(delay_ms, lambda: _launch(world, process.node_id, process.host.name))
+
+
+def _launch(world: World, node_id: str, host: str | None = None) -> None:
+    if not world.calm:
+        world.launch(node_id, host)
+
+
+def pause_agent(world: World) -> None:
+    process = _someone(world)
+    if process is not None and not process.paused:
+        process.pause(world.rng.choice((200, 2_000, 4_000, 9_000, 15_000)))
+
+
+def pause_everybody(world: World) -> None:
+    for process in world.living():
+        if not process.paused:
+            process.pause(world.rng.randint(4_000, 9_000))
+
+
+def sigterm(world: World) -> None:
+    process = _someone(world)
+    if process is not None:
+        process.sigterm()
+        if world.rng.random() < 0.5:
+            delay_ms = world.rng.randint(500, 8_000)
+            world.after(delay_ms, lambda: _launch(world, process.node_id, process.host.name))
+
+
+def crash_worker(world: World) -> None:
+    members = world.program.members()
+    if members:
+        process, workers = world.rng.choice(members)
+        if world.rng.random() < 0.5:
+            process.worker_failed(workers, exit_status=world.rng.choice(_EXITS))
+        else:
+            process.worker_failed(workers, exception=world.rng.choice(_EXCEPTIONS))
+
+
+def crash_two(world: World) -> None:
+    crash_worker(world)
+    world.after(world.rng.randint(0, 200), lambda: crash_worker(world))
+
+
+def freeze_store(world: World) -> None:
+    world.freeze(world.rng.choice((300, 2_000, 6_000, 14_000)))
+
+
+def duplicate(world: World) -> None:
+    """A second launcher with a node id that is in use, on the same host or on another."""
+    process = _someone(world)
+    if process is not None:
+        world.log(f"FAULT a second agent with the id {process.node_id}")
+        _launch(world, process.node_id, world.rng.choice((process.host.name, f"other-{process.node_id}")))
+
+
+def late_joiner(world: World) -> None:
+    _launch(world, f"late{len(world.processes)}")
+
+
+def crowd(world: World) -> None:
+    """More agents than MAX."""
+    for _ in range(world.scenario.max_nodes):
+        _launch(world, f"extra{len(world.processes)}")
+
+
+def operator_drain(world: World) -> None:
+    process = _someone(world)
+    if process is not None:
+        operator(world, "drain", process.node_id)
+
+
+def operator_readmit(world: World) -> None:
+    process = _someone(world)
+    if process is not None:
+        operator(world, "readmit", process.node_id)
+
+
+def operator(world: World, kind: str, node_id: str) -> None:
+    head = world.oracle.head()
+    generation = head.generation if head is not None else 0
+    world.log(f"FAULT operator: {kind} {node_id}")
+    hold = Hold(node_id=node_id, kind=kind, generation=generation, reason="maintenance")  # type: ignore[arg-type]
+    world.apply(Txn(success=(Put(key=world.keys.hold(node_id), value=encode(hold)),)), None)
+
+
+def operator_stop(world: World) -> None:
+    if world.rng.random() < 0.3 and world.living():
+        world.log("FAULT operator: stop")
+        put = Put(key=world.keys.stop, value=encode(StopRequest(reason="enough")))
+        world.apply(Txn(success=(put,)), None)
+
+
+def garbage(world: World) -> None:
+    """Something that is not a record of ours, or not of this place, under one of the keys.
+
+    A plan of a generation that is already committed is spared only if nobody has read it: no protocol survives a
+    store that forgets what it has confirmed.
+    """
+    process = _someone(world)
+    if process is None or not world.oracle.records:
+        return
+    head, keys, node_id = world.oracle.head(), world.keys, process.node_id
+    generation = head.generation if head is not None else 0
+    key = world.rng.choice(
+        (
+            keys.plan(generation + 1),
+            keys.plan(generation + 1),
+            keys.ready(generation, node_id),
+            keys.ready(generation + 1, node_id),
+            keys.done(generation, node_id),
+            keys.formed(generation + 1),
+            keys.evidence(generation, node_id, 0),
+            keys.lease(node_id),
+            keys.lease(node_id),
+            keys.member(node_id),
+            keys.hold(node_id),
+            f"{keys.reg}unknown/thing",
+        )
+    )
+    world.log(f"FAULT garbage in {key.removeprefix(keys.base)}")
+    world.apply(Txn(success=(Put(key=key, value=_garbage(world, key)),)), None)
+
+
+def _garbage(world: World, key: str) -> str:
+    reads = world.engine.apply(Txn(success=(Get(key=key),))).reads[0]
+    if reads and world.rng.random() < 0.4:
+        return reads[0].value[: world.rng.randint(0, len(reads[0].value) - 1)]  # torn
+    others = sorted(k for k in world.oracle.records if not k.startswith(world.keys.leases) and k != key)
+    if others and world.rng.random() < 0.4:
+        return encode(world.oracle.records[world.rng.choice(others)])  # a whole record of another key
+    return world.rng.choice(("", "null", "[]", "{}", json.dumps({"kind": "Plan"}), '{"kind":"Lease"}', "\x00\x01", "7"))
+
+
+ALL: tuple[tuple[int, Callable[[World], None]], ...] = (
+    (4, kill_agent),
+    (4, restart_agent),
+    (4, pause_agent),
+    (1, pause_everybody),
+    (2, sigterm),
+    (6, crash_worker),
+    (3, crash_two),
+    (3, freeze_store),
+    (2, duplicate),
+    (3, late_joiner),
+    (1, crowd),
+    (2, operator_drain),
+    (2, operator_readmit),
+    (1, operator_stop),
+    (4, garbage),
+)
+
+
+def schedule(world: World) -> None:
+    """Draws the faults of the safety phase."""
+    weights = [weight for weight, _ in ALL]
+    for _ in range(world.scenario.faults):
+        fault = world.rng.choices([f for _, f in ALL], weights=weights)[0]
+        at_ms = world.rng.randint(200, world.scenario.safety_ms)
+        world.after(at_ms, lambda f=fault: f(world))  # type: ignore[misc]

@@ -1,0 +1,32 @@
+"""One property a file."""
+
+from tests.sim.invariants.budgets import Budgets
+from tests.sim.invariants.committed_first import CommittedFirst
+from tests.sim.invariants.evidence_before_blame import EvidenceBeforeBlame
+from tests.sim.invariants.exit_codes import ExitCodes
+from tests.sim.invariants.honest_success import HonestSuccess
+from tests.sim.invariants.liveness import Liveness
+from tests.sim.invariants.no_false_loss import NoFalseLoss
+from tests.sim.invariants.nobody_forgotten import NobodyForgotten
+from tests.sim.invariants.one_owner import OneOwner
+from tests.sim.invariants.one_plan import OnePlan
+from tests.sim.invariants.quarantine_holds import QuarantineHolds
+from tests.sim.invariants.quiet_standbys import QuietStandbys
+from tests.sim.invariants.stable_slots import StableSlots
+from tests.sim.oracle import Invariant
+
+ALL: tuple[type[Invariant], ...] = (
+    OnePlan,
+    CommittedFirst,
+    StableSlots,
+    OneOwner,
+    NoFalseLoss,
+    QuarantineHolds,
+    QuietStandbys,
+    HonestSuccess,
+    Budgets,
+    EvidenceBeforeBlame,
+    ExitCodes,
+    NobodyForgotten,
+    Liveness,
+)

@@ -1,0 +1,24 @@
+"""Evidence that only names a broken connection never moves, charges or quarantines anybody."""
+
+from lmres.rendezvous.plan import Plan
+from lmres.rendezvous.state import Evidence, Hold
+from tests.sim.oracle import Invariant
+
+
+class EvidenceBeforeBlame(Invariant):
+    def planned(self, plan: Plan, previous: Plan | None) -> None:
+        if previous is None or plan.action == "stop":
+            return
+        witnesses = [e for e in self.oracle.of_kind(Evidence) if e.generation == previous.generation]
+        named = {e.cause.node_id for e in witnesses if e.weight != "secondary"}
+        drained = {h.node_id for h in self.oracle.of_kind(Hold) if h.kind == "drain"}
+        for old, new in zip(previous.active, plan.active, strict=True):
+            gone = not self.oracle.is_live(old.node_id, old.incarnation)
+            late = f"{old.node_id} is unfit" in plan.reason
+            if old != new and not gone and not late and old.node_id not in named | drained:
+                self.fail(f"{plan.plan_id} takes slot {old.slot} from {old.node_id} without a witness against it")
+        held = {q.node_id for q in previous.quarantined}
+        for item in plan.quarantined:
+            late = f"{item.node_id} is unfit" in plan.reason
+            if item.node_id not in held | named | drained and not late:
+                self.fail(f"{plan.plan_id} puts {item.node_id} aside without a witness against it")

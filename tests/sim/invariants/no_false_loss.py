@@ -1,0 +1,28 @@
+"""An agent is declared lost only if its lease really stood still for the timeout while the store was in reach, or if
+its process has ended."""
+
+from lmres.rendezvous.state import Gone
+from tests.sim.oracle import Invariant, Write
+
+DRIFT = 0.93
+
+
+class NoFalseLoss(Invariant):
+    def wrote(self, write: Write) -> None:
+        gone = write.record
+        if not isinstance(gone, Gone) or gone.how != "lost" or write.by is None:
+            return
+        known = self.oracle.records.get(write.key)
+        if known is not None and known.incarnation == gone.incarnation:
+            return
+        process = self.oracle.process_of(gone.incarnation)
+        beat_ms = self.oracle.beat_ms.get(gone.incarnation)
+        if process is None or not process.alive or beat_ms is None:
+            return
+        s, now_ms = self.world.scenario, self.world.now_ms
+        frozen = [(max(a, beat_ms), min(b, now_ms)) for a, b in self.world.freezes]
+        outages = [b - a for a, b in frozen if b > a]
+        quiet_ms = now_ms - beat_ms - sum(outages)
+        allowed_ms = s.timeout_ms * DRIFT - len(outages) * 2 * s.interval_ms
+        if quiet_ms < allowed_ms:
+            self.fail(f"{gone.incarnation} was declared lost by {gone.by} {quiet_ms} ms after a heartbeat")

@@ -1,0 +1,29 @@
+"""A plan needs a reason: evidence, a loss, a drain, a stop, a node that is late. A standby's presence is none."""
+
+from lmres.rendezvous.plan import Plan
+from lmres.rendezvous.state import Evidence, Hold, StopRequest
+from tests.sim.oracle import Invariant
+
+
+class QuietStandbys(Invariant):
+    def planned(self, plan: Plan, previous: Plan | None) -> None:
+        oracle = self.oracle
+        if previous is None:
+            if plan.action != "start":
+                self.fail(f"{plan.plan_id} is the first plan, but its action is {plan.action}")
+            return
+        if any(e.generation == previous.generation for e in oracle.of_kind(Evidence)):
+            return
+        if any(not oracle.is_live(n.node_id, n.incarnation) for n in previous.active):
+            return
+        active = {n.node_id for n in previous.active}
+        if any(h.kind == "drain" and h.node_id in active for h in oracle.of_kind(Hold)):
+            return
+        if oracle.of_kind(StopRequest) or self._late(previous):
+            return
+        self.fail(f"{plan.plan_id} has no cause: {plan.reason}")
+
+    def _late(self, previous: Plan) -> bool:
+        key = (self.oracle.epoch, previous.generation)
+        waited_ms = self.world.now_ms - self.oracle.plan_ms[key]
+        return waited_ms >= self.world.scenario.form_timeout_ms * 0.93

@@ -1,0 +1,239 @@
+"""Sees everything: each write at the moment it takes effect, and each act of each agent. Asks the invariants."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmres.errors import RecordError
+from lmres.ports import Put, Txn
+from lmres.rendezvous import state
+from lmres.rendezvous.codec import decode
+from lmres.rendezvous.plan import Plan
+from lmres.rendezvous.rounds import End, Outcome
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process, Workers
+    from tests.sim.world import World
+
+_KINDS = {
+    c.__name__: c
+    for c in (
+        Plan,
+        state.RunConfig,
+        state.Member,
+        state.Lease,
+        state.Gone,
+        state.Hold,
+        state.StopRequest,
+        state.Evidence,
+        state.Ready,
+        state.Formed,
+        state.Done,
+        state.Finished,
+        state.Door,
+    )
+}
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """``record`` and ``before`` are None where the text can not be read; ``by`` is None for the operator and faults."""
+
+    key: str
+    record: Any
+    before: Any
+    by: Process | None
+
+
+class Invariant:
+    """One property. Each hook is called at the moment it names; a broken property calls ``fail``."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self.world = oracle.world
+
+    def fail(self, message: str) -> None:
+        name = type(self).__module__.rsplit(".", 1)[-1]
+        self.world.log(f"VIOLATION {name}: {message}")
+        raise Violation(f"{name}: {message} (seed {self.world.seed}, at {self.world.now_ms} ms)")
+
+    def planned(self, plan: Plan, previous: Plan | None) -> None:
+        """A plan stands in the store."""
+
+    def wrote(self, write: Write) -> None:
+        """Any record was written; ``oracle.records`` does not hold it yet."""
+
+    def wiped(self, by: Process | None) -> None:
+        """The run's records are gone; ``oracle.records`` still holds them."""
+
+    def starts(self, process: Process, generation: int, slot: int) -> None:
+        """An agent starts workers."""
+
+    def stops(self, process: Process, outcome: Outcome) -> None:
+        """An agent stops living workers because it was told to."""
+
+    def charged(self, process: Process, generation: int) -> None:
+        """An agent spends one of torch's restarts; already counted down."""
+
+    def ends(self, process: Process, end: End) -> None:
+        """An agent ends by itself."""
+
+    def at_end(self) -> None:
+        """Nothing happens any more."""
+
+
+class Oracle:
+    """``epoch`` counts how often the records were wiped; ``records`` is what stands in the store and can be read."""
+
+    def __init__(self, world: World) -> None:
+        from tests.sim.invariants import ALL
+
+        self.world = world
+        self.epoch = 0
+        self.records: dict[str, Any] = {}
+        self.plans: dict[tuple[int, int], Plan] = {}
+        self.plan_ms: dict[tuple[int, int], int] = {}
+        self.formed_ms: dict[tuple[int, int], int] = {}
+        self.finished: list[state.Finished] = []
+        self.beat_ms: dict[str, int] = {}
+        self.beats: dict[str, int] = {}
+        self.trained: set[tuple[int, int, str]] = set()
+        self.readmitted: dict[str, int] = {}
+        self.invariants = [kind(self) for kind in ALL]
+
+    # -- what invariants ask ------------------------------------------------------------------------------------------
+
+    def plan(self, generation: int) -> Plan | None:
+        return self.plans.get((self.epoch, generation))
+
+    def head(self) -> Plan | None:
+        newest = max((g for e, g in self.plans if e == self.epoch), default=0)
+        return self.plan(newest)
+
+    def of_kind(self, kind: type) -> list[Any]:
+        return [r for _, r in sorted(self.records.items()) if isinstance(r, kind)]
+
+    def member(self, node_id: str) -> state.Member | None:
+        return self.records.get(self.world.keys.member(node_id))
+
+    def is_live(self, node_id: str, incarnation: str) -> bool:
+        member, gone = self.member(node_id), self.records.get(self.world.keys.gone(node_id))
+        if member is None or member.incarnation != incarnation:
+            return False
+        return gone is None or gone.incarnation != incarnation
+
+    def process_of(self, incarnation: str) -> Process | None:
+        name = incarnation.rsplit(".", 1)[0]
+        return next((p for p in self.world.processes if p.name == name), None)
+
+    # -- what the world tells -----------------------------------------------------------------------------------------
+
+    def before(self, txn: Txn) -> dict[str, Any]:
+        keys = {op.key for branch in (txn.success, txn.failure) for op in branch if isinstance(op, Put)}
+        return {k: self.records.get(k) for k in keys}
+
+    def wrote(self, key: str, before: Any, value: str, by: Process | None, expected: dict[str, int]) -> None:
+        del expected
+        record = _read(value)
+        if not isinstance(record, state.Lease):
+            who = by.name if by is not None else "OUTSIDE"
+            self.world.log(f"{who} wrote {key.removeprefix(self.world.keys.base)}: {_shown(record, value)}")
+        write = Write(key=key, record=record, before=before, by=by)
+        for invariant in self.invariants:
+            invariant.wrote(write)
+        self._keep(write)
+
+    def _keep(self, write: Write) -> None:
+        record, now_ms = write.record, self.world.now_ms
+        if record is None:
+            return  # as it was when it could be read
+        self.records[write.key] = record
+        match record:
+            case state.Lease():
+                self.beat_ms[record.incarnation] = now_ms
+                self.beats[record.incarnation] = self.beats.get(record.incarnation, 0) + 1
+            case state.Finished():
+                self.finished.append(record)
+            case state.Formed():
+                self.formed_ms.setdefault((self.epoch, record.generation), now_ms)
+            case state.Hold() if record.kind == "readmit":
+                self.readmitted[record.node_id] = max(record.generation, self.readmitted.get(record.node_id, 0))
+            case Plan():
+                self._keep_plan(record)
+
+    def _keep_plan(self, plan: Plan) -> None:
+        known = self.plan(plan.generation)
+        if known is not None:
+            return  # judged by ``one_plan``
+        self.plans[(self.epoch, plan.generation)] = plan
+        self.plan_ms[(self.epoch, plan.generation)] = self.world.now_ms
+        for invariant in self.invariants:
+            invariant.planned(plan, self.plan(plan.generation - 1))
+
+    def wiped(self, by: Process | None) -> None:
+        self.world.log(f"{by.name if by is not None else 'OUTSIDE'} wiped the records")
+        for invariant in self.invariants:
+            invariant.wiped(by)
+        self.epoch += 1
+        self.records.clear()
+        self.readmitted.clear()
+
+    def starts(self, process: Process, generation: int, slot: int) -> None:
+        self.world.log(f"{process.name} starts workers: generation {generation} slot {slot}")
+        for invariant in self.invariants:
+            invariant.starts(process, generation, slot)
+
+    def stops(self, process: Process, outcome: Outcome) -> None:
+        self.world.log(f"{process.name} stops its workers of generation {process.workers_generation}")
+        for invariant in self.invariants:
+            invariant.stops(process, outcome)
+
+    def charged(self, process: Process, generation: int) -> None:
+        self.world.log(f"{process.name} spends a restart for generation {generation}, {process.restarts_left} left")
+        for invariant in self.invariants:
+            invariant.charged(process, generation)
+
+    def succeeded(self, process: Process, workers: Workers) -> None:
+        self.world.log(f"{process.name} workers of generation {workers.generation} ended well")
+        self.trained.add((self.epoch, workers.generation, process.node_id))
+
+    def ends(self, process: Process, end: End) -> None:
+        self.world.log(f"{process.name} ends with {end.exit_code}: {end.reason}")
+        for invariant in self.invariants:
+            invariant.ends(process, end)
+
+    def at_end(self) -> None:
+        for invariant in self.invariants:
+            invariant.at_end()
+
+
+def _read(value: str) -> Any:
+    try:
+        body = json.loads(value)
+        return decode(_KINDS[body["kind"]], value)
+    except (RecordError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _shown(record: Any, value: str) -> str:
+    match record:
+        case None:
+            return f"unreadable {value[:40]!r}"
+        case Plan():
+            slots = " ".join(f"{n.slot}={n.incarnation}" for n in record.active)
+            aside = ",".join(q.node_id for q in record.quarantined)
+            return f"{record.action} [{slots}] charged {record.charged} aside [{aside}] because {record.reason}"
+        case state.Gone():
+            return f"{record.incarnation} {record.how}: {record.reason}"
+        case state.Evidence():
+            return f"{record.weight}: {record.cause.headline()}"
+        case state.Finished():
+            return f"{record.outcome} {record.exit_code}: {record.reason}"
+        case _:
+            return type(record).__name__

@@ -1,0 +1,388 @@
+"""One agent process: the shipped rounds inside, torch's behaviour around them.
+
+Torch's main thread is either inside ``next_rendezvous`` (``waiting``) or watches workers. It follows the outcome of
+the last round: workers of an older plan are stopped before anything else; a node in a formed group starts workers; a
+charged node spends one restart on the way back; an end stops the workers, says goodbye and exits with its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from lmres.ports import Txn, TxnResult
+from lmres.rendezvous.agent import Agent
+from lmres.rendezvous.plan import Cause, ExceptionInfo
+from lmres.rendezvous.rounds import Inputs, Leave, Outcome, Settings
+from lmres.rendezvous.state import Evidence, Member, RunConfig
+from lmres.scout.evidence import classify_exception, classify_exit
+
+if TYPE_CHECKING:
+    from tests.sim.world import Host, World
+
+LEAVE_MS = 5_000
+TIMEOUT_MS = 2_000
+
+
+class Workers:
+    """The workers of one node in one generation (one each, for simplicity). ``state``: starting, running, failed
+    (held for the plan, or ended badly), hung, done, stopping, gone."""
+
+    def __init__(self, generation: int, slot: int) -> None:
+        self.generation = generation
+        self.slot = slot
+        self.state = "starting"
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in ("done", "gone", "dead")
+
+
+class Process:
+    def __init__(self, world: World, *, node_id: str, number: int, host: Host, pid: int) -> None:
+        self.world, self.node_id, self.host, self.pid = world, node_id, host, pid
+        self.name = f"{node_id}#{number}"
+        self.alive = True
+        self.paused = False
+        self.paused_ms: int | None = None
+        self.exit_code: int | None = None
+        self.end_reason = ""
+        self.leave: Leave | None = None
+        self.workers: Workers | None = None
+        self.workers_generation = 0
+        self.succeeded = 0
+        self.waiting = True
+        self.restarts_left = world.scenario.max_restarts
+        self.faults: tuple[Evidence, ...] = ()
+        self.outcome: Outcome | None = None
+        self.unkillable_ms = 0
+        self._spent_for = 0
+        self._round: Generator[Txn, TxnResult, Outcome] | None = None
+        self._leaving_round = False
+        self._attempt = 0
+        self._wake_at = -1
+        self._poked = False
+        self._leave_since: int | None = None
+        self._deferred: list[Callable[[], None]] = []
+        self._incarnations = 0
+        self._port = 20_000
+        self._shown = ""
+        self.agent = Agent(
+            settings=self._settings(), new_incarnation=self._new_incarnation, process_is_dead=self._process_is_dead
+        )
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def _settings(self) -> Settings:
+        s = self.world.scenario
+        config = RunConfig(
+            min_nodes=s.min_nodes,
+            max_nodes=s.max_nodes,
+            local_world_size=1,
+            role="default",
+            heartbeat_interval_ms=s.interval_ms,
+            heartbeat_timeout_ms=s.timeout_ms,
+            policy=None,
+            written_by=self.node_id,
+            version="sim",
+        )
+        me = Member(
+            node_id=self.node_id,
+            incarnation=self._new_incarnation(),
+            address=f"10.0.0.{len(self.world.processes)}",
+            host=self.host.name,
+            boot_id=self.host.boot_id,
+            pid=self.pid,
+            pid_start=0.0,
+            failure_domain=self.node_id,
+        )
+        return Settings(
+            keys=self.world.keys,
+            me=me,
+            config=config,
+            recovery=s.recovery,
+            join_timeout_ms=s.join_timeout_ms,
+            form_timeout_ms=s.form_timeout_ms,
+        )
+
+    def _new_incarnation(self) -> str:
+        self._incarnations += 1
+        return f"{self.name}.{self._incarnations}"
+
+    def _process_is_dead(self, member: Member) -> bool:
+        return member.boot_id == self.host.boot_id and member.pid not in self.host.pids
+
+    def boot(self) -> None:
+        self.host.pids.add(self.pid)
+        self.world.log(f"{self.name} starts on {self.host.name}")
+        self.wake(self.world.rng.randint(0, 300))
+
+    @property
+    def clock_ms(self) -> int:
+        return self.host.clock_ms(self.world.now_ms)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def later(self, delay_ms: int, action: Callable[[], None]) -> None:
+        """An event of this process: lost with it, put off while it is stopped."""
+
+        def happen() -> None:
+            if not self.alive:
+                return
+            if self.paused:
+                self._deferred.append(action)
+                return
+            action()
+
+        self.world.after(delay_ms, happen)
+
+    def wake(self, delay_ms: int) -> None:
+        at_ms = self.world.now_ms + delay_ms
+        if self.world.now_ms <= self._wake_at <= at_ms:
+            return
+        self._wake_at = at_ms
+        self.later(delay_ms, self._begin)
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._round is not None:
+            self._poked = True
+            return
+        self._poked = False
+        self._wake_at = -1
+        inputs = Inputs(
+            now_ms=self.clock_ms,
+            waiting=self.waiting,
+            workers_generation=self.workers_generation,
+            workers_alive=self.workers is not None and self.workers.alive,
+            succeeded=self.succeeded,
+            restarts_left=self.restarts_left,
+            master_port=self._port,
+            step=self.world.program.step,
+            faults=self.faults,
+            leave=self.leave,
+        )
+        self._leaving_round = self.leave is not None
+        self._round = self.agent.round(inputs)
+        self._ask(None)
+
+    def _ask(self, result: TxnResult | None) -> None:
+        assert self._round is not None
+        try:
+            txn = next(self._round) if result is None else self._round.send(result)
+        except StopIteration as stop:
+            self._round = None
+            self._follow(stop.value)
+            return
+        self._attempt += 1
+        attempt = self._attempt
+
+        def answered(answer: TxnResult) -> None:
+            if self._round is not None and attempt == self._attempt:
+                self._ask(answer)
+
+        def timed_out() -> None:
+            if self._round is not None and attempt == self._attempt:
+                self._abandon()
+
+        self.world.request(txn, self, lambda answer: self.later(0, lambda: answered(answer)))
+        self.later(TIMEOUT_MS, timed_out)
+
+    def _abandon(self) -> None:
+        assert self._round is not None
+        self._round.close()
+        self._round = None
+        if self._leave_since is not None and self.world.now_ms - self._leave_since > LEAVE_MS:
+            self.exit()
+            return
+        self.wake(self.world.rng.randint(20, 500))
+
+    # -- torch --------------------------------------------------------------------------------------------------------
+
+    def _follow(self, outcome: Outcome) -> None:
+        world = self.world
+        self.outcome = outcome
+        generation = outcome.plan.generation if outcome.plan is not None else 0
+        shown = f"{outcome.standing} g{generation} slot {outcome.slot}: {outcome.waiting_for}"
+        if shown != self._shown:
+            self._shown = shown
+            world.log(f"{self.name} {shown}")
+        if self._leaving_round:
+            self.exit()
+            return
+        self._stop_if_told(outcome)
+        if outcome.end is not None:
+            self._end(outcome)
+            return
+        running = self.workers is not None and self.workers.alive
+        if not running and not self.waiting and outcome.stop_workers:
+            self._come_back(outcome, generation)
+        formed = outcome.formed
+        if (
+            self.waiting
+            and not running
+            and self.leave is None
+            and formed is not None
+            and outcome.slot is not None
+            and formed.generation == generation > self.workers_generation
+        ):
+            self._start(generation, outcome.slot)
+        self.wake(1 if self._poked else max(1, int(outcome.next_ms / self.host.rate)))
+
+    def _stop_if_told(self, outcome: Outcome) -> None:
+        workers = self.workers
+        if not outcome.stop_workers or workers is None or not workers.alive or workers.state == "stopping":
+            return
+        self.world.oracle.stops(self, outcome)
+        self.stop_workers()
+
+    def stop_workers(self) -> None:
+        workers, rng = self.workers, self.world.rng
+        if workers is None or not workers.alive or workers.state == "stopping":
+            return
+        workers.state = "stopping"
+        self.world.program.changed(workers.generation)
+        takes_ms = rng.randint(20, 1500)
+        if not self.world.calm and rng.random() < self.world.scenario.slow_stops:
+            takes_ms = rng.randint(5_000, 30_000)
+
+        def stopped() -> None:
+            if workers.state != "gone":
+                workers.state = "gone"
+                self.wake(1)
+
+        self.later(takes_ms, stopped)
+
+    def _come_back(self, outcome: Outcome, generation: int) -> None:
+        """torch is back in ``next_rendezvous``; where the plan charges this node, one restart is spent."""
+        self.waiting = True
+        self._port += 1
+        if outcome.charged and self._spent_for < generation:
+            self._spent_for = generation
+            self.restarts_left -= 1
+            self.world.oracle.charged(self, generation)
+        self.wake(self.world.rng.randint(1, 100))
+
+    def _start(self, generation: int, slot: int) -> None:
+        self.waiting = False
+        self.workers_generation = generation
+        self.workers = Workers(generation, slot)
+        self.world.oracle.starts(self, generation, slot)
+        self.world.program.joined(self, self.workers)
+
+    def _end(self, outcome: Outcome) -> None:
+        end = outcome.end
+        assert end is not None
+        if self.workers is not None and self.workers.alive:
+            return  # ``stopped`` wakes us
+        self.exit_code, self.end_reason = end.exit_code, end.reason
+        self.world.oracle.ends(self, end)
+        if self.leave is None:
+            self.leave = Leave(reason=end.reason, planned=end.run_over)
+        self._leave_since = self.world.now_ms
+        self.wake(1)
+
+    def exit(self) -> None:
+        """The process is gone, with what it started."""
+        if self.exit_code is None:
+            self.exit_code = 0
+        self.world.log(f"{self.name} exits with {self.exit_code}: {self.end_reason}")
+        self.die()
+
+    # -- what is done to it -------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        self.alive = False
+        self.host.pids.discard(self.pid)
+        if self._round is not None:
+            self._round.close()
+            self._round = None
+        self._kill_workers()
+
+    def _kill_workers(self) -> None:
+        if self.workers is not None and self.workers.alive:
+            self.workers.state = "gone"
+            self.world.program.changed(self.workers.generation)
+
+    def kill(self) -> None:
+        self.world.log(f"FAULT {self.name} killed")
+        self.exit_code = -9
+        self.die()
+
+    def pause(self, duration_ms: int) -> None:
+        self.world.log(f"FAULT {self.name} stopped for {duration_ms} ms")
+        self.paused, self.paused_ms = True, self.world.now_ms
+        self.world.after(duration_ms, self.resume)
+        workers = self.workers
+
+        def guardian() -> None:
+            if self.alive and self.paused and workers is self.workers and workers is not None and workers.alive:
+                self.world.log(f"{self.name} its workers are killed by the guardian")
+                self._kill_workers()
+                self._deferred.append(lambda: self.worker_failed(workers, exit_status=-9))
+
+        self.world.after(self.world.scenario.timeout_ms, guardian)
+
+    def resume(self) -> None:
+        if self.alive and self.paused:
+            self.world.log(f"{self.name} continues")
+            self.paused = False
+            deferred, self._deferred = self._deferred, []
+            for action in deferred:
+                self.later(0, action)
+
+    def sigterm(self) -> None:
+        """torch stops the workers; the control thread says goodbye."""
+        if self.leave is None:
+            self.world.log(f"FAULT {self.name} gets SIGTERM")
+            self.leave = Leave(reason="SIGTERM received", planned=True)
+            self.end_reason = "SIGTERM"
+            self._leave_since = self.world.now_ms
+            self.stop_workers()
+            self.wake(1)
+
+    # -- what becomes of the workers ----------------------------------------------------------------------------------
+
+    def worker_failed(self, workers: Workers, *, exit_status: int = 1, exception: tuple[str, str] | None = None) -> None:
+        """The witness is this agent. A reported exception holds the worker's process for the plan."""
+        if workers is not self.workers or workers.state in ("stopping", "done"):
+            return
+        if exception is not None:
+            finding = classify_exception(type_name=exception[0], message=exception[1])
+            workers.state = "failed"
+        else:
+            finding = classify_exit(exit_status)
+            workers.state = "dead"
+        cause = Cause(
+            failure_class=finding.failure_class,
+            node_id=self.node_id,
+            incarnation=self.agent.me.incarnation,
+            host=self.host.name,
+            detail=finding.detail,
+            rank=workers.slot,
+            local_rank=0,
+            exit_status=exit_status,
+            exception=ExceptionInfo(type_name=exception[0], message=exception[1]) if exception is not None else None,
+            step=self.world.program.step,
+        )
+        evidence = Evidence(
+            generation=workers.generation,
+            reporter=self.node_id,
+            incarnation=self.agent.me.incarnation,
+            weight=finding.weight,
+            cause=cause,
+            boot_id=self.host.boot_id,
+            at_ms=self.clock_ms,
+        )
+        self.faults = (*self.faults, evidence)
+        self.world.log(f"{self.name} worker failed: {finding.weight} {finding.detail}")
+        self.world.program.changed(workers.generation)
+        self.wake(self.world.rng.randint(1, 20))
+
+    def workers_succeeded(self, workers: Workers) -> None:
+        if workers is self.workers and workers.state == "running":
+            workers.state = "done"
+            self.succeeded = workers.generation
+            self.world.oracle.succeeded(self, workers)
+            self.wake(self.world.rng.randint(1, 20))

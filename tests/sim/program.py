@@ -1,0 +1,102 @@
+"""The training program: a group makes steps only while all of it runs, and what breaks in one place shows in others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process, Workers
+    from tests.sim.world import World
+
+STEP_MS = 250
+_BROKEN = (
+    ("torch.distributed.DistBackendError", "[1] Connection closed by peer [10.0.0.{n}]:{port}"),
+    ("RuntimeError", "Broken pipe while writing to 10.0.0.{n}:{port}"),
+    ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+)
+
+
+class Program:
+    """``step`` is where the whole run is; a new generation goes on from it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.step = 0
+        self._groups: dict[tuple[int, int], dict[int, tuple[Process, Workers]]] = {}
+        self._formed: set[tuple[int, int]] = set()
+
+    def _key(self, generation: int) -> tuple[int, int]:
+        return (self.world.oracle.epoch, generation)
+
+    def joined(self, process: Process, workers: Workers) -> None:
+        group = self._groups.setdefault(self._key(workers.generation), {})
+        group[workers.slot] = (process, workers)
+        world = self.world
+
+        def started() -> None:
+            if workers.state == "starting":
+                workers.state = "running"
+                self._try_step(workers.generation)
+
+        process.later(world.rng.randint(100, 800), started)
+
+    def members(self) -> list[tuple[Process, Workers]]:
+        """All workers that run now."""
+        found = [pair for _, group in sorted(self._groups.items()) for _, pair in sorted(group.items())]
+        return [(p, w) for p, w in found if p.alive and w.state == "running"]
+
+    def _whole(self, generation: int) -> dict[int, tuple[Process, Workers]] | None:
+        group = self._groups.get(self._key(generation), {})
+        plan = self.world.oracle.plan(generation)
+        if plan is None or len(group) < len(plan.active):
+            return None
+        return group if all(w.state == "running" for _, w in group.values()) else None
+
+    def _try_step(self, generation: int) -> None:
+        if self._whole(generation) is None or self._key(generation) in self._formed:
+            return
+        self._formed.add(self._key(generation))
+        self.world.log(f"generation {generation} trains from step {self.step}")
+        self.world.after(STEP_MS, lambda: self._tick(generation))
+
+    def _tick(self, generation: int) -> None:
+        group = self._whole(generation)
+        if group is None:
+            return
+        world, rng = self.world, self.world.rng
+        self.step += 1
+        if self.step == world.scenario.poison_step:
+            self.step -= 1
+            process, workers = group[0]
+            process.worker_failed(workers, exception=("ValueError", "this sample can not be read"))
+            return
+        if self.step >= world.scenario.total_steps:
+            for _, (process, workers) in sorted(group.items()):
+                self._finish(process, workers, rng.randint(0, 2500))
+            return
+        world.after(STEP_MS, lambda: self._tick(generation))
+
+    def _finish(self, process: Process, workers: Workers, delay_ms: int) -> None:
+        process.later(delay_ms, lambda: process.workers_succeeded(workers))
+
+    def changed(self, generation: int) -> None:
+        """A worker of this generation is no longer there: the others find a broken connection, or just hang."""
+        for _, (process, workers) in sorted(self._groups.get(self._key(generation), {}).items()):
+            if workers.state != "running" or not process.alive:
+                continue
+            rng = self.world.rng
+            if rng.random() < 0.3 and self._key(generation) in self._formed:
+                workers.state = "hung"
+                continue
+            self._break(process, workers, rng.randint(5, 900))
+
+    def _break(self, process: Process, workers: Workers, delay_ms: int) -> None:
+        rng = self.world.rng
+        kind, text = rng.choice(_BROKEN)
+        message = text.format(n=rng.randint(1, 9), port=rng.randint(30_000, 60_000))
+
+        def broken() -> None:
+            if workers.state == "running" and self.step < self.world.scenario.total_steps:
+                process.worker_failed(workers, exception=(kind, message))
+
+        process.later(delay_ms, broken)

@@ -1,0 +1,47 @@
+"""One seed from beginning to end: the safety phase, in which anything may fail, then the liveness phase, in which
+nothing does and a healthy rest must come to an end."""
+
+from __future__ import annotations
+
+from tests.sim import faults
+from tests.sim.scenario import Scenario
+from tests.sim.world import World
+
+
+def run_seed(seed: int, *, scenario: Scenario | None = None, trace: bool = False) -> World:
+    """Raises Violation. The world that is returned has come to its end."""
+    world = World(seed, scenario=scenario, trace=trace)
+    s = world.scenario
+    for number in range(s.agents):
+        delay_ms = world.rng.choice((0, world.rng.randint(0, 5_000)))
+        world.after(delay_ms, lambda n=number: world.launch(f"n{n}"))  # type: ignore[misc]
+    faults.schedule(world)
+    world.run(s.safety_ms, lambda: False)
+    settle(world)
+    world.run(world.now_ms + s.patience_ms, lambda: not world.living())
+    world.oracle.at_end()
+    world.log(f"end: {sorted((p.name, p.exit_code) for p in world.processes)} at step {world.program.step}")
+    return world
+
+
+def settle(world: World) -> None:
+    """Faults stop. What was stopped goes on; where too few are left that may be used, the scheduler brings more."""
+    world.log("-- faults stop --")
+    world.calm = True
+    world.frozen_until_ms = min(world.frozen_until_ms, world.now_ms)
+    for process in world.living():
+        process.resume()
+    if not world.oracle.finished:
+        for number in range(world.scenario.min_nodes):
+            world.after(2_000 * number, lambda n=number: bring(world, n))  # type: ignore[misc]
+
+
+def bring(world: World, number: int) -> None:
+    """One more node if the run can not go on with those that it has."""
+    if not world.living() or world.oracle.finished:
+        return
+    head = world.oracle.head()
+    aside = {q.node_id for q in head.quarantined} if head is not None else set()
+    usable = [p for p in world.living() if p.node_id not in aside and p.leave is None]
+    if len({p.node_id for p in usable}) < world.scenario.min_nodes:
+        world.launch(f"spare{number}")
