@@ -167,7 +167,7 @@ class Agent:
     def _declare_lost(self, inputs: Inputs) -> Requests:
         for member in self.ledger.watched():
             if self.ledger.leases.is_over(member.node_id, inputs.now_ms):
-                yield from self.ledger.give_up(member, self.ledger.silence(member.node_id, inputs.now_ms))
+                yield from self.ledger.give_up_silent(member, inputs.now_ms)
         yield from self.joining.leave_if_too_many()
         self.end = self.end or self.joining.end
 

@@ -106,7 +106,7 @@ class Joining:
         if self.process_is_dead(member):
             return (yield from ledger.give_up(member, "its process has ended"))
         if ledger.leases.is_over(member.node_id, inputs.now_ms):
-            return (yield from ledger.give_up(member, ledger.silence(member.node_id, inputs.now_ms)))
+            return (yield from ledger.give_up_silent(member, inputs.now_ms))
         return False
 
     def _register(self, inputs: Inputs) -> Requests:

@@ -124,10 +124,15 @@ class Ledger:
         prefix = len(self.keys.leases)
         self.leases.observe(((e.key[prefix:], e) for entries in reads for e in entries), now_ms)
 
-    def give_up(self, member: Member, reason: str) -> Asked:
+    def give_up(self, member: Member, reason: str, *, quiet_ms: int | None = None) -> Asked:
         """Final for this incarnation, and only if its lease, registration and goodbye are still as they were read."""
         gone = Gone(
-            node_id=member.node_id, incarnation=member.incarnation, how="lost", reason=reason, by=self.me.node_id
+            node_id=member.node_id,
+            incarnation=member.incarnation,
+            how="lost",
+            reason=reason,
+            by=self.me.node_id,
+            quiet_ms=quiet_ms,
         )
         lease = Compare(key=self.keys.lease(member.node_id), mod_revision=self.leases.revision(member.node_id))
         won = yield from self.write(
@@ -174,8 +179,10 @@ class Ledger:
             live = tuple(m for m in live if m.node_id in observers)
         return tuple(m for m in live if m.node_id != self.me.node_id)
 
-    def silence(self, node_id: str, now_ms: int) -> str:
-        return f"no heartbeat for {self.leases.quiet_ms(node_id, now_ms) / 1000:.1f} s"
+    def give_up_silent(self, member: Member, now_ms: int) -> Asked:
+        """Gives up a member whose lease is over."""
+        quiet_ms = self.leases.quiet_ms(member.node_id, now_ms)
+        return (yield from self.give_up(member, f"no heartbeat for {quiet_ms / 1000:.1f} s", quiet_ms=quiet_ms))
 
 
 class StoreReset(Exception):

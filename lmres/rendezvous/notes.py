@@ -69,4 +69,5 @@ def gone_cause(gone: Gone, member: Member | None) -> Cause:
         incarnation=gone.incarnation,
         host=member.host if member is not None else "unknown",
         detail=gone.reason,
+        detect_ms=gone.quiet_ms,
     )

@@ -85,7 +85,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """``how``: ``left`` by itself, ``lost`` as seen by others, ``refused`` at the door. ``planned``: told to leave."""
+    """``how``: ``left`` by itself, ``lost`` as seen by others, ``refused`` at the door. ``planned``: told to leave.
+
+    ``quiet_ms``: how long its lease had stood still when it was found lost.
+    """
 
     node_id: str
     incarnation: str
@@ -93,6 +96,7 @@ class Gone:
     reason: str
     by: str
     planned: bool = False
+    quiet_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,197 @@
+"""Bugs planted on purpose, each as a patch of the shipped code. The simulator must find every one of them.
+
+A bug that the simulator does not find shows a hole in its faults or its invariants, not that the code is right.
+"""
+
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-MUTANTS: dict = {}
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from lmres.ports import Compare, Get, Put, Txn
+from lmres.rendezvous import decide as deciding
+from lmres.rendezvous.agent import Agent
+from lmres.rendezvous.codec import encode
+from lmres.rendezvous.joining import Joining
+from lmres.rendezvous.leases import LeaseTable
+from lmres.rendezvous.ledger import Ledger
+from lmres.rendezvous.state import Finished, Formed
+
+Patch = Callable[[], Any]
+_create, _decide, _observed, _outcome = Ledger.create, deciding.decide, Agent._observed, Agent._outcome
+
+
+def _replaced(owner: object, name: str, new: object) -> Patch:
+    return lambda: mock.patch.object(owner, name, new)
+
+
+# -- the store's guards -----------------------------------------------------------------------------------------------
+
+
+def _create_blindly(self: Ledger, key: str, value: str, *, unless_changed: tuple[str, ...] = ()) -> Any:
+    return (yield from self.write(Put(key=key, value=value)))
+
+
+def _create_after_look(self: Ledger, key: str, value: str, *, unless_changed: tuple[str, ...] = ()) -> Any:
+    """Looks whether the key is free, then writes it: two requests instead of one."""
+    known = self.view.mod_revision(key)
+    result = yield Txn(success=(Get(key=key),))
+    if any(e.mod_revision != known for e in result.reads[0]):
+        return False
+    return (yield from self.write(Put(key=key, value=value)))
+
+
+def _create_alone(self: Ledger, key: str, value: str, *, unless_changed: tuple[str, ...] = ()) -> Any:
+    return (yield from _create(self, key, value))
+
+
+def _without_compares(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same requests, done in any case."""
+
+    def blindly(*args: Any, **kwargs: Any) -> Any:
+        steps, result = method(*args, **kwargs), None
+        while True:
+            try:
+                txn = steps.send(result)
+            except StopIteration as stop:
+                return stop.value
+            result = yield replace(txn, compares=())
+
+    return blindly
+
+
+def _unfenced(self: Ledger) -> Compare:
+    return Compare(key="/never", mod_revision=0)
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def _forgive_nothing(self: LeaseTable, now_ms: int) -> None:
+    self._looked_ms = now_ms
+
+
+def _half_timeout(self: LeaseTable, node_id: str, now_ms: int) -> bool:
+    return self.quiet_ms(node_id, now_ms) >= self.timeout_ms // 2
+
+
+def _moved(self: LeaseTable, node_id: str) -> int | None:
+    seen = self._seen.get(node_id)
+    return seen.moved_ms if seen is not None else None
+
+
+# -- the round --------------------------------------------------------------------------------------------------------
+
+
+def _form_early(self: Agent, head: Any) -> Any:
+    first = self.view.ready(head.generation).get(self.me.node_id)
+    if first is not None:
+        formed = Formed(generation=head.generation, master_address=first.address, master_port=first.master_port)
+        yield from self.ledger.create(self.keys.formed(head.generation), encode(formed))
+
+
+def _all_confirmed(self: Agent, inputs: Any) -> Any:
+    return replace(_observed(self, inputs), unconfirmed=frozenset())
+
+
+def _all_charged(self: Agent, inputs: Any) -> Any:
+    return replace(_outcome(self, inputs), charged=True)
+
+
+def _lost_keep_working(self: Agent, inputs: Any) -> Any:
+    outcome = _outcome(self, inputs)
+    return outcome if self.end is not None or self.ledger.registered else replace(outcome, stop_workers=False)
+
+
+def _act_on_proposal(self: Agent, decision: Any, now_ms: int) -> bool:
+    """Follows its own proposal before it is committed."""
+    self.view._head = decision.plan
+    return True
+
+
+def _name_always_free(self: Joining, inputs: Any) -> Any:
+    yield from ()
+    return True
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def _finish_early(view: Any, policy: Any, observed: Any) -> Any:
+    head = view.head()
+    if head is not None and head.action != "stop" and view.finished is None and view.done(head.generation):
+        record = Finished(outcome="succeeded", exit_code=0, reason="one has ended well", generation=head.generation)
+        return deciding.Finish(record=record)
+    return _decide(view, policy, observed)
+
+
+def _standby_counts(view: Any, policy: Any, observed: Any) -> Any:
+    decision, head = _decide(view, policy, observed), view.head()
+    if isinstance(decision, deciding.Wait) and head is not None and head.action != "stop" and view.finished is None:
+        standby = tuple(m.node_id for m in view.standbys())
+        if set(standby) - set(head.standby) and not decision.for_standby:
+            plan = replace(
+                head,
+                generation=head.generation + 1,
+                from_generation=head.generation,
+                action="restart",
+                reason="a node has come",
+                standby=standby,
+                charged=(),
+                dismissed={},
+            )
+            return deciding.Commit(plan=plan, settle="now")
+    return decision
+
+
+def _slots_by_name(view: Any, policy: Any, observed: Any) -> Any:
+    decision = _decide(view, policy, observed)
+    if isinstance(decision, deciding.Commit) and decision.plan.action in ("restart", "replace"):
+        nodes = sorted(decision.plan.active, key=lambda n: n.node_id)
+        active = tuple(replace(n, slot=i) for i, n in enumerate(nodes))
+        return replace(decision, plan=replace(decision.plan, active=active))
+    return decision
+
+
+def _blame_anybody(first: Any, head: Any, vacancies: Any) -> Any:
+    if first is None or first.cause.rank is None:
+        return None
+    return next((n for n in head.active if n.node_id == first.cause.node_id), None)
+
+
+MUTANTS: dict[str, Patch] = {
+    "plan_without_compare": _replaced(Ledger, "create", _create_blindly),
+    "plan_after_separate_look": _replaced(Ledger, "create", _create_after_look),
+    "end_and_plan_not_exclusive": _replaced(Ledger, "create", _create_alone),
+    "give_up_without_compare": _replaced(Ledger, "give_up", _without_compares(Ledger.give_up)),
+    "wipe_without_door": _replaced(Ledger, "clear", _without_compares(Ledger.clear)),
+    "no_gap_forgiveness": _replaced(LeaseTable, "_forgive_gap", _forgive_nothing),
+    "lease_over_at_half_time": _replaced(LeaseTable, "is_over", _half_timeout),
+    "late_on_plain_clock": _replaced(LeaseTable, "attended_ms", lambda self, now_ms: now_ms),
+    "heard_is_forgiven": _replaced(LeaseTable, "heard_ms", _moved),
+    "formed_before_all_ready": _replaced(Agent, "_say_formed", _form_early),
+    "vague_evidence_at_once": _replaced(Agent, "_observed", _all_confirmed),
+    "everybody_charged": _replaced(Agent, "_outcome", _all_charged),
+    "lost_agent_keeps_workers": _replaced(Agent, "_outcome", _lost_keep_working),
+    "acts_on_own_proposal": _replaced(Agent, "_settled", _act_on_proposal),
+    "displaced_agent_writes": _replaced(Ledger, "_registration", _unfenced),
+    "name_never_taken": _replaced(Joining, "_name_is_free", _name_always_free),
+    "quarantine_forgotten": _replaced(deciding, "_still_held", lambda view, item: False),
+    "success_of_one": lambda: mock.patch("lmres.rendezvous.agent.decide", _finish_early),
+    "standby_makes_a_plan": lambda: mock.patch("lmres.rendezvous.agent.decide", _standby_counts),
+    "slots_by_name": lambda: mock.patch("lmres.rendezvous.agent.decide", _slots_by_name),
+    "broken_connection_blames": _replaced(deciding, "_charged", _blame_anybody),
+}
+"""Name to patch. ``README.md`` says what each breaks."""
+
+
 @contextmanager
-def planted(name):
-    yield
+def planted(name: str | None) -> Iterator[None]:
+    if name is None:
+        yield
+        return
+    with MUTANTS[name]():
+        yield

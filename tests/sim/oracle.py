@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmres.errors import RecordError
+from lmres.ids import Keys
 from lmres.ports import Put, Txn
 from lmres.rendezvous import state
 from lmres.rendezvous.codec import decode
@@ -89,22 +90,25 @@ class Invariant:
 
 
 class Oracle:
-    """``epoch`` counts how often the records were wiped; ``records`` is what stands in the store and can be read."""
+    """``epoch`` counts how often the records were wiped; ``records`` is what stands in the store and can be read;
+    ``deciding`` the agent that wrote the newest plan."""
 
     def __init__(self, world: World) -> None:
         from tests.sim.invariants import ALL
 
         self.world = world
-        self.epoch = 0
+        self.epoch = 1
         self.records: dict[str, Any] = {}
         self.plans: dict[tuple[int, int], Plan] = {}
         self.plan_ms: dict[tuple[int, int], int] = {}
         self.formed_ms: dict[tuple[int, int], int] = {}
+        self.failed_ms: dict[tuple[int, int], int] = {}
         self.finished: list[state.Finished] = []
         self.beat_ms: dict[str, int] = {}
         self.beats: dict[str, int] = {}
         self.trained: set[tuple[int, int, str]] = set()
         self.readmitted: dict[str, int] = {}
+        self.deciding: Process | None = None
         self.invariants = [kind(self) for kind in ALL]
 
     # -- what invariants ask ------------------------------------------------------------------------------------------
@@ -132,6 +136,10 @@ class Oracle:
         name = incarnation.rsplit(".", 1)[0]
         return next((p for p in self.world.processes if p.name == name), None)
 
+    def failed(self, generation: int) -> None:
+        """A worker has failed, and its agent has noticed."""
+        self.failed_ms.setdefault((self.epoch, generation), self.world.now_ms)
+
     # -- what the world tells -----------------------------------------------------------------------------------------
 
     def before(self, txn: Txn) -> dict[str, Any]:
@@ -140,7 +148,7 @@ class Oracle:
 
     def wrote(self, key: str, before: Any, value: str, by: Process | None, expected: dict[str, int]) -> None:
         del expected
-        record = _read(value)
+        record = _read(self.world.keys, key, value)
         if not isinstance(record, state.Lease):
             who = by.name if by is not None else "OUTSIDE"
             self.world.log(f"{who} wrote {key.removeprefix(self.world.keys.base)}: {_shown(record, value)}")
@@ -165,14 +173,15 @@ class Oracle:
             case state.Hold() if record.kind == "readmit":
                 self.readmitted[record.node_id] = max(record.generation, self.readmitted.get(record.node_id, 0))
             case Plan():
-                self._keep_plan(record)
+                self._keep_plan(record, write.by)
 
-    def _keep_plan(self, plan: Plan) -> None:
+    def _keep_plan(self, plan: Plan, by: Process | None) -> None:
         known = self.plan(plan.generation)
         if known is not None:
             return  # judged by ``one_plan``
         self.plans[(self.epoch, plan.generation)] = plan
         self.plan_ms[(self.epoch, plan.generation)] = self.world.now_ms
+        self.deciding = by
         for invariant in self.invariants:
             invariant.planned(plan, self.plan(plan.generation - 1))
 
@@ -213,12 +222,44 @@ class Oracle:
             invariant.at_end()
 
 
-def _read(value: str) -> Any:
+def _read(keys: Keys, key: str, value: str) -> Any:
+    """The record, if it is whole and stands where it belongs."""
     try:
         body = json.loads(value)
-        return decode(_KINDS[body["kind"]], value)
+        record = decode(_KINDS[body["kind"]], value)
     except (RecordError, ValueError, KeyError, TypeError):
         return None
+    return record if key.startswith(_home(keys, record)) else None
+
+
+def _home(keys: Keys, record: Any) -> str:
+    match record:
+        case Plan():
+            return keys.plan(record.generation)
+        case state.Formed():
+            return keys.formed(record.generation)
+        case state.Evidence():
+            return f"{keys.reg}evidence/{record.generation:08d}/{record.reporter}/"
+        case state.Ready():
+            return keys.ready(record.generation, record.node_id)
+        case state.Done():
+            return keys.done(record.generation, record.node_id)
+        case state.Member():
+            return keys.member(record.node_id)
+        case state.Gone():
+            return keys.gone(record.node_id)
+        case state.Hold():
+            return keys.hold(record.node_id)
+        case state.Lease():
+            return keys.lease(record.incarnation.split("#", 1)[0])
+        case state.RunConfig():
+            return keys.config
+        case state.StopRequest():
+            return keys.stop
+        case state.Finished():
+            return keys.finished
+        case _:
+            return keys.door
 
 
 def _shown(record: Any, value: str) -> str:

@@ -47,6 +47,7 @@ class Process:
         self.paused_ms: int | None = None
         self.exit_code: int | None = None
         self.end_reason = ""
+        self.end_epoch = 0
         self.leave: Leave | None = None
         self.workers: Workers | None = None
         self.workers_generation = 0
@@ -59,6 +60,7 @@ class Process:
         self._spent_for = 0
         self._round: Generator[Txn, TxnResult, Outcome] | None = None
         self._leaving_round = False
+        self._round_epoch = 0
         self._attempt = 0
         self._wake_at = -1
         self._poked = False
@@ -164,6 +166,7 @@ class Process:
             leave=self.leave,
         )
         self._leaving_round = self.leave is not None
+        self._round_epoch = self.world.oracle.epoch
         self._round = self.agent.round(inputs)
         self._ask(None)
 
@@ -208,6 +211,8 @@ class Process:
         if shown != self._shown:
             self._shown = shown
             world.log(f"{self.name} {shown}")
+        if outcome.end is not None and not self.end_epoch:
+            self.end_epoch = self._round_epoch
         if self._leaving_round:
             self.exit()
             return
@@ -376,6 +381,7 @@ class Process:
             at_ms=self.clock_ms,
         )
         self.faults = (*self.faults, evidence)
+        self.world.oracle.failed(workers.generation)
         self.world.log(f"{self.name} worker failed: {finding.weight} {finding.detail}")
         self.world.program.changed(workers.generation)
         self.wake(self.world.rng.randint(1, 20))

@@ -30,6 +30,7 @@ from lmres.scout.evidence import Finding, classify_exception, classify_exit
 log = logging.getLogger("lmres")
 
 MAX_FAULTS_PER_GENERATION = 32
+TRACEBACK_S = 1.0
 _MAX_LINES = 20
 
 
@@ -74,6 +75,7 @@ class Crew:
         self._statuses: dict[int, int] = {}
         self._attached: set[int] = set()
         self._reports: set[int] = set()
+        self._holding: set[int] = set()
         self._stopper: threading.Thread | None = None
         self._stopping = False
         self._open = False
@@ -96,7 +98,7 @@ class Crew:
                 self._guardian.unregister(worker.pid)
             self.generation, self._expected = generation, expected
             self.started_ms = self.stopped_ms = None
-            self._statuses, self._attached, self._reports = {}, set(), set()
+            self._statuses, self._attached, self._reports, self._holding = {}, set(), set(), set()
             self._stopping = self._open = self._success_shown = False
             self._stopper = None
         self.monitor.set_generation(generation, env)
@@ -153,9 +155,9 @@ class Crew:
             self._stopper.start()
 
     def _stop(self, workers: tuple[WorkerProcess, ...], grace_s: float) -> None:
+        self._await(lambda: self._reports <= self._holding, TRACEBACK_S)
         for worker in workers:
-            if worker.pid in self._reports:
-                worker.release()
+            worker.release()
         spare = [self._guardian.pid] if self._guardian.pid is not None else []
         report: StopReport = stop_workers(workers, grace_s, spare=spare)
         self.unkillable = report.unkillable
@@ -164,6 +166,12 @@ class Crew:
             log.warning("workers that did not end within %.1f s of SIGTERM were killed: %s", grace_s, report.killed)
         self._stopper = None
         self._on_change()
+
+    def _await(self, condition: Callable[[], bool], bound_s: float) -> None:
+        """Gives a failed worker the time to print its traceback."""
+        end = time.monotonic() + bound_s
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.01)
 
     def join_stop(self, timeout_s: float) -> None:
         stopper = self._stopper
@@ -182,6 +190,8 @@ class Crew:
         kind = message.get("kind")
         if kind == "attached":
             self._attached.add(worker.pid)
+        if kind == "holding":
+            self._holding.add(worker.pid)
         if kind == "exception":
             self._exception(worker, message)
         self._on_note(worker, message)
@@ -201,6 +211,7 @@ class Crew:
         if worker.place.generation != self.generation:
             return
         self._statuses[worker.place.local_rank] = status
+        self._holding.add(worker.pid)
         if status != 0 and worker.pid not in self._reports:
             self._add_fault(worker, classify_exit(status), status, at_ms, None)
         if len(self._statuses) == self._expected and not any(self._statuses.values()):

@@ -41,6 +41,7 @@ from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
 from lmres.rendezvous.edge.phases import Marks
 from lmres.rendezvous.edge.state_dir import default_state_dir, prepare_state_dir, write_private_json
+from lmres.rendezvous.edge.stores.file import FileStore
 from lmres.rendezvous.edge.stores.tcp import TcpStore
 from lmres.rendezvous.edge.workers.guardian import Guardian
 from lmres.rendezvous.edge.workers.process import WorkerProcess
@@ -101,12 +102,13 @@ class Node:
         self._closed = False
         self._recovered: tuple[Recovered, ...] = ()
         self._marks: Marks | None = None
-        self._noticed: dict[int, int] = {}
+        self._noticed: dict[tuple[int, str], int] = {}
         self._first_steps: set[int] = set()
         self._shown = ""
         self._standing = ""
         self._finished_told = False
         self._started_told = 0
+        self._marked_generation = 0
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
@@ -214,9 +216,7 @@ class Node:
         self._crew.close()
         self._guardian.close()
         self._watch_store.close()
-        if isinstance(self._store, TcpStore):
-            self._store.bye(timeout_ms=1_000)
-        self._store.close()
+        self._part_from_store()
         self._free_port()
         self._reap_server()
 
@@ -336,6 +336,14 @@ class Node:
         )
         self._crew.add_evidence(cause, "primary", now_ms(), fit=False)
         return End(exit_code=int(ExitCode.QUARANTINED), reason=reason)
+
+    def _part_from_store(self) -> None:
+        """The last agent's goodbye ends the store process, or removes the store's file."""
+        if isinstance(self._store, TcpStore):
+            self._store.bye(timeout_ms=1_000)
+        elif isinstance(self._store, FileStore):
+            self._store.delete()
+        self._store.close()
 
     def _reap_server(self) -> None:
         """The store process ends by itself when the last agent has left; it is not waited for beyond a moment."""
@@ -545,7 +553,8 @@ class Node:
         generation = int(fields.pop("generation", self._agent_generation()))
         self.events.emit(note.event, generation, **fields)
         if note.event == "fault_detected":
-            self._noticed.setdefault(generation, now_ms())
+            for suspect in (*fields["suspects"], {"node_id": ""}):
+                self._noticed.setdefault((generation, suspect["node_id"]), now_ms())
             log.warning("fault in generation %d: %s: %s", generation, fields["failure_class"], fields["detail"])
         elif note.event == "plan_committed":
             log.info(
@@ -622,24 +631,31 @@ class Node:
         """Keeps the moments of a recovery, and reports it when the new workers have made their first step."""
         crew, plan = self._crew, outcome.plan
         if plan is not None and plan.from_generation > 0 and plan.action in ("restart", "replace"):
-            if self._marks is None or self._marks.generation != plan.generation:
+            if self._marked_generation < plan.generation:
                 self._report_recovery()
+                self._marked_generation = plan.generation
                 now = now_ms()
                 cause = plan.cause.headline() if plan.cause is not None else plan.reason
                 self._marks = Marks(
                     generation=plan.generation,
                     cause=cause,
                     detect_ms=plan.cause.detect_ms if plan.cause is not None else None,
-                    noticed_ms=self._noticed.get(plan.from_generation, now),
+                    noticed_ms=self._noticed_ms(plan, now),
                     planned_ms=now,
                 )
-            if crew.generation < plan.generation and crew.stopped_ms is not None:
+            if self._marks is not None and crew.generation < plan.generation and crew.stopped_ms is not None:
                 self._marks.stopped_ms = crew.stopped_ms
         marks = self._marks
         if marks is not None and crew.generation == marks.generation and crew.started_ms is not None:
             marks.started_ms = crew.started_ms
             if marks.first_step_ms is not None or not self._attach:
                 self._report_recovery()
+
+    def _noticed_ms(self, plan: Plan, now: int) -> int:
+        """When this agent first knew of the plan's cause."""
+        blamed = plan.cause.node_id if plan.cause is not None and plan.verdict == "attributed" else ""
+        any_fault = self._noticed.get((plan.from_generation, ""), now)
+        return self._noticed.get((plan.from_generation, blamed), any_fault)
 
     def _report_recovery(self) -> None:
         marks, self._marks = self._marks, None

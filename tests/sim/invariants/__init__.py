@@ -6,8 +6,10 @@ from tests.sim.invariants.evidence_before_blame import EvidenceBeforeBlame
 from tests.sim.invariants.exit_codes import ExitCodes
 from tests.sim.invariants.honest_success import HonestSuccess
 from tests.sim.invariants.liveness import Liveness
+from tests.sim.invariants.names_are_owned import NamesAreOwned
 from tests.sim.invariants.no_false_loss import NoFalseLoss
 from tests.sim.invariants.nobody_forgotten import NobodyForgotten
+from tests.sim.invariants.old_workers_gone import OldWorkersGone
 from tests.sim.invariants.one_owner import OneOwner
 from tests.sim.invariants.one_plan import OnePlan
 from tests.sim.invariants.quarantine_holds import QuarantineHolds
@@ -20,6 +22,8 @@ ALL: tuple[type[Invariant], ...] = (
     CommittedFirst,
     StableSlots,
     OneOwner,
+    OldWorkersGone,
+    NamesAreOwned,
     NoFalseLoss,
     QuarantineHolds,
     QuietStandbys,

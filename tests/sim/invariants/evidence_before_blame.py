@@ -1,4 +1,5 @@
-"""Evidence that only names a broken connection never moves, charges or quarantines anybody."""
+"""Evidence that only names a broken connection never moves, charges or quarantines anybody; and where nobody saw more than
+an exit that may be a consequence, blame waits until all other active nodes have been heard from."""
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Evidence, Hold
@@ -17,8 +18,19 @@ class EvidenceBeforeBlame(Invariant):
             late = f"{old.node_id} is unfit" in plan.reason
             if old != new and not gone and not late and old.node_id not in named | drained:
                 self.fail(f"{plan.plan_id} takes slot {old.slot} from {old.node_id} without a witness against it")
+        self._check_heard(plan, previous, witnesses)
         held = {q.node_id for q in previous.quarantined}
         for item in plan.quarantined:
             late = f"{item.node_id} is unfit" in plan.reason
             if item.node_id not in held | named | drained and not late:
                 self.fail(f"{plan.plan_id} puts {item.node_id} aside without a witness against it")
+
+    def _check_heard(self, plan: Plan, previous: Plan, witnesses: list[Evidence]) -> None:
+        lost = [n for n in previous.active if not self.oracle.is_live(n.node_id, n.incarnation)]
+        if not witnesses or lost or any(e.weight == "primary" for e in witnesses) or " in time" in plan.reason:
+            return
+        first_ms = self.oracle.failed_ms[(self.oracle.epoch, previous.generation)]
+        for node in previous.active:
+            mine = self.oracle.process_of(node.incarnation) is self.oracle.deciding
+            if self.oracle.beat_ms.get(node.incarnation, 0) <= first_ms and not mine:
+                self.fail(f"{plan.plan_id} acts on a consequence, though {node.node_id} had not been heard from")

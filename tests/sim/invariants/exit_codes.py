@@ -17,7 +17,7 @@ class ExitCodes(Invariant):
         if end.exit_code not in DOCUMENTED:
             self.fail(f"{process.name} ends with {end.exit_code}, which means nothing")
         if end.run_over:
-            code, first = self._over.setdefault(self.oracle.epoch, (end.exit_code, process.name))
+            code, first = self._over.setdefault(process.end_epoch, (end.exit_code, process.name))
             if code != end.exit_code:
                 self.fail(f"{first} ends the run with {code}, {process.name} with {end.exit_code}")
         if end.exit_code == ExitCode.BAD_CONFIGURATION and not self._refusable(process, end):

@@ -25,5 +25,7 @@ class QuietStandbys(Invariant):
 
     def _late(self, previous: Plan) -> bool:
         key = (self.oracle.epoch, previous.generation)
-        waited_ms = self.world.now_ms - self.oracle.plan_ms[key]
+        since_ms, now_ms = self.oracle.plan_ms[key], self.world.now_ms
+        outages_ms = sum(max(0, min(b, now_ms) - max(a, since_ms)) for a, b in self.world.freezes)
+        waited_ms = now_ms - since_ms - outages_ms + len(self.world.freezes) * 2 * self.world.scenario.interval_ms
         return waited_ms >= self.world.scenario.form_timeout_ms * 0.93
