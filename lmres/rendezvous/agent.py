@@ -333,7 +333,7 @@ class Agent:
         if not self._left:
             if self.ledger.registered:
                 yield from self.ledger.resign("left", leave.reason, planned=leave.planned)
-            if self.joining.run and not self.view.live_members():
+            if self.joining.run and not self.view.live_members() and not self.view.unreadable_members():
                 yield from self.ledger.clear()
             self._left = True
         self._finish(ExitCode.SUCCEEDED, leave.reason)

@@ -67,6 +67,9 @@ class Joining:
 
     def _clear_unless_held(self, inputs: Inputs, refusal: End) -> Requests:
         """Records that this agent can not join are wiped when nobody of theirs is alive."""
+        for node_id in self.ledger.view.unreadable_members():
+            if not self._is_silent(node_id, inputs):
+                return
         for member in self.ledger.view.live_members():
             if not (yield from self._is_dead(member, inputs)):
                 if self.moves(member):
@@ -79,6 +82,8 @@ class Joining:
     def _name_is_free(self, inputs: Inputs) -> Asked:
         ledger = self.ledger
         member = ledger.view.member(ledger.me.node_id)
+        if ledger.me.node_id in ledger.view.unreadable_members():
+            return self._is_silent(ledger.me.node_id, inputs)
         if member is None or ledger.view.gone(member.node_id) is not None:
             return True
         if member.incarnation == ledger.me.incarnation:
@@ -94,6 +99,12 @@ class Joining:
             self._refuse(ExitCode.BAD_CONFIGURATION, reason)
         self.reason = f"node_id {member.node_id!r} is registered by {where}; waiting to see whether it is alive"
         return False
+
+    def _is_silent(self, node_id: str, inputs: Inputs) -> bool:
+        """For a registration that can not be read; its agent would write it again with its next heartbeat."""
+        self.reason = f"the registration of {node_id} can not be read; waiting to see whether it is alive"
+        leases = self.ledger.leases
+        return leases.revision(node_id) == 0 or leases.is_over(node_id, inputs.now_ms)
 
     def moves(self, member: Member) -> bool:
         """Whether the member's lease has moved since it was first looked at."""

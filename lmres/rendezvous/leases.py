@@ -58,12 +58,13 @@ class LeaseTable:
             )
 
     def _forgive_gap(self, now_ms: int) -> None:
-        if self._looked_ms is not None:
-            gap = now_ms - self._looked_ms - 2 * self.interval_ms
-            if gap > 0:
-                self._missed_ms += gap
-                for seen in self._seen.values():
-                    seen.moved_ms += gap
+        """Of a gap in looking only one interval counts. An outage ends in a slow answer, so it makes two gaps."""
+        gap_ms = now_ms - self._looked_ms if self._looked_ms is not None else 0
+        if gap_ms > self.interval_ms + self.interval_ms // 2:
+            missed_ms = gap_ms - self.interval_ms
+            self._missed_ms += missed_ms
+            for seen in self._seen.values():
+                seen.moved_ms += missed_ms
         self._looked_ms = now_ms
 
     def attended_ms(self, now_ms: int) -> int:

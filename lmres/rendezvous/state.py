@@ -336,8 +336,11 @@ class View:
         ]
         return tuple(m for _, m in sorted(found, key=lambda pair: pair[0]))
 
-    def all_members(self) -> tuple[Member, ...]:
-        return tuple(m for _, m in self.under(f"{self.keys.reg}member/", Member))
+    def unreadable_members(self) -> tuple[str, ...]:
+        """Node ids under which something stands that can not be read, and never could: somebody may be there."""
+        prefix = f"{self.keys.reg}member/"
+        section = self._sections.get("member", {})
+        return tuple(key[len(prefix) :] for key in sorted(section) if section[key].record is None)
 
     def evidence(self, generation: int) -> tuple[Evidence, ...]:
         """In the order of arrival."""

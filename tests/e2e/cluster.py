@@ -62,9 +62,7 @@ class Node:
             return []
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         return [
-            e
-            for e in lines
-            if (name is None or e["event"] == name) and all(e.get(k) == v for k, v in match.items())
+            e for e in lines if (name is None or e["event"] == name) and all(e.get(k) == v for k, v in match.items())
         ]
 
     def wait_event(self, name: str, timeout_s: float = BOUND_S, **match: Any) -> dict[str, Any]:
@@ -79,6 +77,14 @@ class Node:
 
     def worker_pids(self, generation: int) -> list[int]:
         return list(self.wait_event("generation_started", generation=generation)["pids"])
+
+    def starts(self) -> list[tuple[str, str, str]]:
+        """(generation, torch's restart count, rank) of each worker start, from the program's own words."""
+        return [tuple(line.split()[1:4]) for line in self.log.splitlines() if line.startswith("start ")]  # type: ignore[misc]
+
+    def wait_step(self, step: int, timeout_s: float = BOUND_S) -> None:
+        """Until rank 0, if it is here, has printed this step."""
+        wait_until(f"step {step} of {self.name}", lambda: f"step {step}\n" in self.log, timeout_s)
 
     def wait_exit(self, timeout_s: float = BOUND_S) -> int:
         try:
@@ -131,9 +137,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.endpoint:
-            self.endpoint = (
-                str(self.folder / "store") if self.store_type == "file" else f"127.0.0.1:{free_port()}"
-            )
+            self.endpoint = str(self.folder / "store") if self.store_type == "file" else f"127.0.0.1:{free_port()}"
         if self.policy is not None:
             text = "schema_version: 1\n" + self.policy
             (self.folder / "policy.yaml").write_text(text)

@@ -127,7 +127,12 @@ def operator(world: World, kind: str, node_id: str) -> None:
 
 
 def operator_stop(world: World) -> None:
-    if world.rng.random() < 0.3 and world.living():
+    if world.rng.random() < 0.3:
+        _stop(world)
+
+
+def _stop(world: World) -> None:
+    if world.living():
         world.log("FAULT operator: stop")
         put = Put(key=world.keys.stop, value=encode(StopRequest(reason="enough")))
         world.apply(Txn(success=(put,)), None)
@@ -166,12 +171,25 @@ def garbage(world: World) -> None:
 
 def _garbage(world: World, key: str) -> str:
     reads = world.engine.apply(Txn(success=(Get(key=key),))).reads[0]
-    if reads and world.rng.random() < 0.4:
+    if reads and reads[0].value and world.rng.random() < 0.4:
         return reads[0].value[: world.rng.randint(0, len(reads[0].value) - 1)]  # torn
     others = sorted(k for k in world.oracle.records if not k.startswith(world.keys.leases) and k != key)
     if others and world.rng.random() < 0.4:
         return encode(world.oracle.records[world.rng.choice(others)])  # a whole record of another key
     return world.rng.choice(("", "null", "[]", "{}", json.dumps({"kind": "Plan"}), '{"kind":"Lease"}', "\x00\x01", "7"))
+
+
+def stop_at_the_end(world: World) -> None:
+    """The operator stops the run in the moment in which it succeeds."""
+    world.at_success = lambda: world.after(world.rng.randint(0, 40), lambda: _stop(world))
+
+
+def changing_of_the_guard(world: World) -> None:
+    """All are told to leave while a new one comes in."""
+    for process in world.living():
+        process.sigterm()
+    for _ in range(world.rng.randint(1, 3)):
+        world.after(world.rng.randint(0, 600), lambda: late_joiner(world))
 
 
 ALL: tuple[tuple[int, Callable[[World], None]], ...] = (
@@ -189,6 +207,8 @@ ALL: tuple[tuple[int, Callable[[World], None]], ...] = (
     (2, operator_drain),
     (2, operator_readmit),
     (1, operator_stop),
+    (1, stop_at_the_end),
+    (1, changing_of_the_guard),
     (4, garbage),
 )
 

@@ -107,9 +107,9 @@ def _lost_keep_working(self: Agent, inputs: Any) -> Any:
 
 
 def _act_on_proposal(self: Agent, decision: Any, now_ms: int) -> bool:
-    """Follows its own proposal before it is committed."""
+    """Follows its own proposal without committing it."""
     self.view._head = decision.plan
-    return True
+    return False
 
 
 def _name_always_free(self: Joining, inputs: Any) -> Any:

@@ -90,8 +90,8 @@ class Invariant:
 
 
 class Oracle:
-    """``epoch`` counts how often the records were wiped; ``records`` is what stands in the store and can be read;
-    ``deciding`` the agent that wrote the newest plan."""
+    """``epoch`` counts how often the records were wiped; ``records`` is what stands in the store, as it was last read;
+    ``torn`` the keys under which it can not be read now; ``deciding`` the agent that wrote the newest plan."""
 
     def __init__(self, world: World) -> None:
         from tests.sim.invariants import ALL
@@ -99,6 +99,7 @@ class Oracle:
         self.world = world
         self.epoch = 1
         self.records: dict[str, Any] = {}
+        self.torn: set[str] = set()
         self.plans: dict[tuple[int, int], Plan] = {}
         self.plan_ms: dict[tuple[int, int], int] = {}
         self.formed_ms: dict[tuple[int, int], int] = {}
@@ -132,6 +133,10 @@ class Oracle:
             return False
         return gone is None or gone.incarnation != incarnation
 
+    def may_be_vacated(self, node_id: str, incarnation: str) -> bool:
+        """Gone; or its registration is torn, and who has not read it before can not know of it."""
+        return not self.is_live(node_id, incarnation) or self.world.keys.member(node_id) in self.torn
+
     def process_of(self, incarnation: str) -> Process | None:
         name = incarnation.rsplit(".", 1)[0]
         return next((p for p in self.world.processes if p.name == name), None)
@@ -160,7 +165,9 @@ class Oracle:
     def _keep(self, write: Write) -> None:
         record, now_ms = write.record, self.world.now_ms
         if record is None:
+            self.torn.add(write.key)
             return  # as it was when it could be read
+        self.torn.discard(write.key)
         self.records[write.key] = record
         match record:
             case state.Lease():
@@ -191,6 +198,7 @@ class Oracle:
             invariant.wiped(by)
         self.epoch += 1
         self.records.clear()
+        self.torn.clear()
         self.readmitted.clear()
 
     def starts(self, process: Process, generation: int, slot: int) -> None:
@@ -211,6 +219,10 @@ class Oracle:
     def succeeded(self, process: Process, workers: Workers) -> None:
         self.world.log(f"{process.name} workers of generation {workers.generation} ended well")
         self.trained.add((self.epoch, workers.generation, process.node_id))
+        plan, hook = self.plan(workers.generation), self.world.at_success
+        if plan is not None and hook is not None:
+            if all((self.epoch, plan.generation, n.node_id) in self.trained for n in plan.active):
+                hook()
 
     def ends(self, process: Process, end: End) -> None:
         self.world.log(f"{process.name} ends with {end.exit_code}: {end.reason}")

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tests.sim.world import Host, World
 
 LEAVE_MS = 5_000
-TIMEOUT_MS = 2_000
 
 
 class Workers:
@@ -49,6 +48,7 @@ class Process:
         self.end_reason = ""
         self.end_epoch = 0
         self.leave: Leave | None = None
+        self.left = False
         self.workers: Workers | None = None
         self.workers_generation = 0
         self.succeeded = 0
@@ -190,7 +190,7 @@ class Process:
                 self._abandon()
 
         self.world.request(txn, self, lambda answer: self.later(0, lambda: answered(answer)))
-        self.later(TIMEOUT_MS, timed_out)
+        self.later(self.world.scenario.client_timeout_ms, timed_out)
 
     def _abandon(self) -> None:
         assert self._round is not None
@@ -214,6 +214,7 @@ class Process:
         if outcome.end is not None and not self.end_epoch:
             self.end_epoch = self._round_epoch
         if self._leaving_round:
+            self.left = True
             self.exit()
             return
         self._stop_if_told(outcome)
@@ -349,7 +350,9 @@ class Process:
 
     # -- what becomes of the workers ----------------------------------------------------------------------------------
 
-    def worker_failed(self, workers: Workers, *, exit_status: int = 1, exception: tuple[str, str] | None = None) -> None:
+    def worker_failed(
+        self, workers: Workers, *, exit_status: int = 1, exception: tuple[str, str] | None = None
+    ) -> None:
         """The witness is this agent. A reported exception holds the worker's process for the plan."""
         if workers is not self.workers or workers.state in ("stopping", "done"):
             return

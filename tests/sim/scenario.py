@@ -36,12 +36,21 @@ class Scenario:
     poison_step: int | None = None
     patience_ms: int = 180_000
 
+    @property
+    def client_timeout_ms(self) -> int:
+        """As the edge has it."""
+        return max(500, min(2_000, self.timeout_ms * 2 // 5))
+
+    @property
+    def clean_network(self) -> bool:
+        return not (self.lost_requests or self.lost_answers or self.late_requests or self.slow_requests)
+
 
 def scenario_of(rng: random.Random) -> Scenario:
     min_nodes = rng.randint(2, 4)
     agents = rng.randint(max(3, min_nodes), 7)
     trouble = rng.choice((0.0, 0.01, 0.04))
-    interval_ms, timeout_ms = rng.choice(((500, 3000), (1000, 5000)))
+    interval_ms, timeout_ms = rng.choice(((500, 3000), (1000, 5000), (1000, 3000)))
     recovery = Recovery(
         node_strikes=rng.choice((1, 2, 3)),
         no_progress_limit=rng.choice((2, 3)),

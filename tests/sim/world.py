@@ -24,8 +24,6 @@ from tests.sim.process import Process
 from tests.sim.program import Program
 from tests.sim.scenario import Scenario, scenario_of
 
-CLIENT_TIMEOUT_MS = 2_000
-
 
 @dataclass(slots=True)
 class Host:
@@ -55,6 +53,7 @@ class World:
         self.program = Program(self)
         self.now_ms = 0
         self.calm = False
+        self.at_success: Callable[[], None] | None = None
         self.hosts: dict[str, Host] = {}
         self.processes: list[Process] = []
         self.frozen_until_ms = 0
@@ -134,7 +133,7 @@ class World:
             return
         lost = chance < s.lost_requests + s.lost_answers
         if not lost and chance < s.lost_requests + s.lost_answers + s.late_requests:
-            there_ms += rng.randint(CLIENT_TIMEOUT_MS, 4 * CLIENT_TIMEOUT_MS)
+            there_ms += rng.randint(s.client_timeout_ms, 4 * s.client_timeout_ms)
 
         def arrive() -> None:
             if self.now_ms < self.frozen_until_ms:

@@ -24,6 +24,8 @@ def fault(name: str, step: int) -> bool:
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    where = [os.environ.get(name, "-") for name in ("LMRES_GENERATION", "TORCHELASTIC_RESTART_COUNT")]
+    print("start", *where, rank, flush=True)
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -40,6 +42,8 @@ def main() -> None:
             print(f"step {step}", flush=True)
         time.sleep(STEP_S)
     time.sleep(float(os.environ.get("LAST_S", "0")) * rank)
+    if fault("LATE", STEPS):
+        os._exit(9)
     dist.destroy_process_group()
     print(f"rank {rank} done", flush=True)
 

@@ -14,7 +14,7 @@ class EvidenceBeforeBlame(Invariant):
         named = {e.cause.node_id for e in witnesses if e.weight != "secondary"}
         drained = {h.node_id for h in self.oracle.of_kind(Hold) if h.kind == "drain"}
         for old, new in zip(previous.active, plan.active, strict=True):
-            gone = not self.oracle.is_live(old.node_id, old.incarnation)
+            gone = self.oracle.may_be_vacated(old.node_id, old.incarnation)
             late = f"{old.node_id} is unfit" in plan.reason
             if old != new and not gone and not late and old.node_id not in named | drained:
                 self.fail(f"{plan.plan_id} takes slot {old.slot} from {old.node_id} without a witness against it")
@@ -26,7 +26,7 @@ class EvidenceBeforeBlame(Invariant):
                 self.fail(f"{plan.plan_id} puts {item.node_id} aside without a witness against it")
 
     def _check_heard(self, plan: Plan, previous: Plan, witnesses: list[Evidence]) -> None:
-        lost = [n for n in previous.active if not self.oracle.is_live(n.node_id, n.incarnation)]
+        lost = [n for n in previous.active if self.oracle.may_be_vacated(n.node_id, n.incarnation)]
         if not witnesses or lost or any(e.weight == "primary" for e in witnesses) or " in time" in plan.reason:
             return
         first_ms = self.oracle.failed_ms[(self.oracle.epoch, previous.generation)]

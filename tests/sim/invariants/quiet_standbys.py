@@ -14,7 +14,7 @@ class QuietStandbys(Invariant):
             return
         if any(e.generation == previous.generation for e in oracle.of_kind(Evidence)):
             return
-        if any(not oracle.is_live(n.node_id, n.incarnation) for n in previous.active):
+        if any(oracle.may_be_vacated(n.node_id, n.incarnation) for n in previous.active):
             return
         active = {n.node_id for n in previous.active}
         if any(h.kind == "drain" and h.node_id in active for h in oracle.of_kind(Hold)):

@@ -16,7 +16,7 @@ class StableSlots(Invariant):
             if old == new:
                 continue
             vacated = (
-                not self.oracle.is_live(old.node_id, old.incarnation)
+                self.oracle.may_be_vacated(old.node_id, old.incarnation)
                 or old.node_id in aside
                 or old.node_id in plan.dismissed
             )

@@ -1,0 +1,143 @@
+"""The incidents of a run, from its records in the store. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmres.cli.incident import PENDING, Failure, Incident, Move, NodePhases, SetAside, Witness, slowest
+from lmres.cli.run_view import is_over, next_decision, recoveries
+from lmres.rendezvous.decide import Commit, Wait
+from lmres.rendezvous.plan import Cause, Plan
+from lmres.rendezvous.state import Evidence, Gone, View
+
+
+def incidents_of_run(view: View) -> list[Incident]:
+    """Oldest first. The last one has no plan while it is still being decided."""
+    plans = {p.generation: p for p in view.plans_after(0)}
+    found = [_of_plan(view, p, plans.get(p.from_generation)) for p in plans.values() if p.from_generation > 0]
+    pending = _pending(view)
+    return found if pending is None else [*found, pending]
+
+
+def _of_plan(view: View, plan: Plan, before: Plan | None) -> Incident:
+    phases = tuple(NodePhases(node_id=r.node_id, phases=dict(r.phases)) for r in recoveries(view, plan.generation))
+    by_slot = {n.slot: n.node_id for n in before.active} if before is not None else {}
+    return Incident(
+        id=plan.generation,
+        action=plan.action,
+        failure_class=plan.failure_class,
+        verdict=plan.verdict,
+        cause=plan.cause.headline() if plan.cause is not None else plan.reason,
+        reason=plan.reason,
+        plan_id=plan.plan_id,
+        plan_at_s=None,
+        total_s=slowest(phases),
+        evidence=_evidence(view, before, plan.from_generation, plan),
+        moves=tuple(Move(slot=n.slot, before=by_slot.get(n.slot), after=n.node_id) for n in plan.active),
+        standby=plan.standby,
+        quarantined=tuple(
+            SetAside(node_id=q.node_id, reason=q.reason) for q in plan.quarantined if q.generation == plan.generation
+        ),
+        charged=plan.charged,
+        dismissed=plan.dismissed,
+        exit_code=plan.exit_code,
+        phases=phases,
+    )
+
+
+def _pending(view: View) -> Incident | None:
+    """What has happened in the newest generation and is not answered yet."""
+    head = view.head()
+    if head is None or is_over(view):
+        return None
+    evidence, decision = _evidence(view, head, head.generation, None), next_decision(view)
+    waits = isinstance(decision, Wait) and decision.for_standby
+    if not evidence and not waits and not isinstance(decision, Commit):
+        return None
+    proposal = decision.plan if isinstance(decision, Commit) else None
+    reason = decision.reason if isinstance(decision, Wait) else "being decided"
+    first = evidence[0] if evidence else None
+    return Incident(
+        id=head.generation + 1,
+        action=PENDING,
+        failure_class=first.failure_class if first is not None else proposal.failure_class if proposal else "unknown",
+        verdict=None,
+        cause=first.headline if first is not None else proposal.reason if proposal else reason,
+        reason=reason,
+        plan_id=None,
+        plan_at_s=None,
+        total_s=None,
+        evidence=evidence,
+        moves=(),
+        standby=(),
+        quarantined=(),
+        charged=None,
+        dismissed=None,
+        exit_code=None,
+        phases=(),
+    )
+
+
+def _evidence(view: View, group: Plan | None, generation: int, plan: Plan | None) -> tuple[Witness, ...]:
+    """Evidence and departures in a generation, in order of arrival; ``group`` is its plan, ``plan`` the next one."""
+    found: list[tuple[int, Witness, Evidence | None]] = []
+    cause = plan.cause if plan is not None else None
+    for stored, e in view.under(f"{view.keys.reg}evidence/{generation:08d}/", Evidence):
+        if e.generation == generation:
+            found.append((stored.created, _witness(e.cause, e.reporter, e.weight, first=e.cause == cause), e))
+    until = view.mod_revision(view.keys.plan(plan.generation)) if plan is not None else view.revision + 1
+    for node in group.active if group is not None else ():
+        gone = view.get(view.keys.gone(node.node_id), Gone)
+        revision = view.mod_revision(view.keys.gone(node.node_id))
+        if gone is None or gone.incarnation != node.incarnation or revision > until or plan_since(view, group) > revision:
+            continue
+        member = view.member(node.node_id)
+        lost = Cause(
+            failure_class="drain" if gone.how == "left" and gone.planned else "node_lost",
+            node_id=node.node_id,
+            incarnation=node.incarnation,
+            host=member.host if member is not None else "unknown",
+            detail=gone.reason,
+        )
+        first = cause is not None and cause.rank is None and cause.incarnation == node.incarnation
+        found.append((revision, _witness(lost, gone.by, "primary", first=first), None))
+    if cause is not None and not any(w.first for _, w, _ in found):
+        # Its own record was overwritten since; the plan has kept it.
+        found.append((until, _witness(cause, "", "primary", first=True), None))
+    found.sort(key=lambda item: item[0])
+    return _with_times(found)
+
+
+def plan_since(view: View, group: Plan | None) -> int:
+    return view.mod_revision(view.keys.plan(group.generation)) if group is not None else 0
+
+
+def _with_times(found: list[tuple[int, Witness, Evidence | None]]) -> tuple[Witness, ...]:
+    """Moments of witnesses on the first one's boot: no other clock can be compared with theirs."""
+    timed = [e for _, _, e in found if e is not None]
+    if not timed:
+        return tuple(w for _, w, _ in found)
+    boot = timed[0].boot_id
+    start = min(e.at_ms for e in timed if e.boot_id == boot)
+    return tuple(
+        replace(w, at_s=(e.at_ms - start) / 1000) if e is not None and boot and e.boot_id == boot else w
+        for _, w, e in found
+    )
+
+
+def _witness(cause: Cause, reporter: str, weight: str, *, first: bool) -> Witness:
+    e = cause.exception
+    return Witness(
+        reporter=reporter,
+        weight=weight,
+        failure_class=cause.failure_class,
+        headline=cause.headline(),
+        node_id=cause.node_id,
+        rank=cause.rank,
+        host=cause.host,
+        pid=cause.pid,
+        exit_status=cause.exit_status,
+        step=cause.step,
+        exception=None if e is None else Failure(type=e.type_name, message=e.message, last_lines=e.last_lines),
+        first=first,
+    )
