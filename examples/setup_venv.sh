@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Sourced by tests/run.sh, tests/fix.sh and examples/quickstart.sh, which share one virtual environment.
 #
-#   setup_venv          lmres, editable, with what it needs at run time
-#   setup_venv dev      and the test and development tools
+#   setup_venv runtime     lmres, editable, with what it needs at run time
+#   setup_venv dev         and the test and development tools
 #
 # Needs Python 3.10 or newer with pip, and on the first call a package index. Versions are those of constraints.txt.
 # An environment that fits is reused, also one with more than what is asked for; one that does not is made anew.
@@ -40,8 +40,10 @@ _find_python() {
     return 1
 }
 
-# What a good environment was made from: a moved folder, another clone or other versions make it a bad one.
-_inputs() { printf 'venv %s\nroot %s\ninputs %s\n' "$VENV" "$ROOT" "$(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"; }
+# What an environment was made from. A moved folder, another clone or other versions make it a bad one.
+_inputs() {
+    printf 'venv %s\nroot %s\npins %s\nhas %s\n' "$VENV" "$ROOT" "$(cat "$ROOT"/{constraints.txt,pyproject.toml} | cksum)" "$1"
+}
 
 _venv_runs() {
     local version
@@ -54,17 +56,22 @@ _venv_runs() {
 _make_venv() {
     local python
     python=$(_find_python) || return 1
-    if [[ -e $VENV && ! -e $VENV/pyvenv.cfg && -n $(ls -A "$VENV" 2>/dev/null) ]]; then
-        _say "$VENV exists and is no virtual environment; name another folder: VENV=... $0"
+    # The clone's own .venv and what was made here before may be made anew; anything else is someone's.
+    if [[ $VENV != "$ROOT/.venv" && ! -e $STAMP && -n $(ls -A "$VENV" 2>/dev/null) ]]; then
+        _say "$VENV is no environment that fits, and was not made here: remove it, or name another one with VENV"
         return 1
     fi
     _say "setting up $VENV with Python $(_python_version "$python") (once; a minute or two, most of it for torch)"
-    if ! "$python" -m venv --clear "$VENV" >/dev/null 2>&1; then
-        # Some systems ship Python without ensurepip: the environment then gets its pip from the system's.
-        "$python" -m venv --clear --without-pip "$VENV" &&
-            "$python" -m pip --python "$VENV/bin/python" install -qq --no-cache-dir pip ||
-            { _say "can not make a virtual environment with $python; its venv module and pip are needed"; return 1; }
+    if "$python" -m venv --clear "$VENV" >/dev/null 2>&1; then
+        return 0
     fi
+    # Some systems ship Python without ensurepip: the environment then gets its pip from the system's.
+    if "$python" -m venv --clear --without-pip "$VENV" &&
+        "$python" -m pip --python "$VENV/bin/python" install -qq --no-cache-dir pip; then
+        return 0
+    fi
+    _say "can not make a virtual environment with $python; its venv module and pip are needed"
+    return 1
 }
 
 _install() { # quiet but for errors, and nothing is written outside of the environment
@@ -72,21 +79,21 @@ _install() { # quiet but for errors, and nothing is written outside of the envir
         -c "$ROOT/constraints.txt" "$@"
 }
 
-setup_venv() {
-    local extra=${1:-}
+setup_venv() { # runtime | dev
+    local wanted=$1 extra=
     _venv_runs || _make_venv || return 1
-    if [[ -e $STAMP && $(head -n 3 "$STAMP") == "$(_inputs)" ]] &&
-        { [[ -z $extra ]] || grep -qx "extra $extra" "$STAMP"; }; then
+    if [[ $wanted == dev ]] || grep -qsx "has dev" "$STAMP"; then
+        wanted=dev extra="[dev]"
+    fi
+    if [[ -e $STAMP && $(cat "$STAMP") == "$(_inputs "$wanted")" ]]; then
         return 0
     fi
-    if [[ -z $extra ]] && grep -qsx "extra dev" "$STAMP"; then
-        extra=dev
-    fi
     rm -f "$STAMP"
+    "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$VENV/bin/python" -m ensurepip >/dev/null || return 1
     # The build tool comes under the constraints too, so it is installed first and used from here.
-    if ! { _install setuptools && _install --no-build-isolation -e "$ROOT${extra:+[$extra]}"; }; then
+    if ! { _install setuptools && _install --no-build-isolation -e "$ROOT$extra"; }; then
         _say "installing into $VENV failed, see above"
         return 1
     fi
-    { _inputs && printf 'extra %s\n' "$extra"; } >"$STAMP"
+    _inputs "$wanted" >"$STAMP"
 }

@@ -36,18 +36,22 @@ check() { # NAME COMMAND...
     printf '== %s: %s, %d s\n' "$name" "$( ((status)) && printf 'FAILED (%d)' "$status" || printf ok)" $((SECONDS - start))
 }
 
+tell_failed() {
+    if ((${#failed[@]})); then
+        printf '\nFAILED:%s\n' "$(printf ' [%s]' "${failed[@]}")"
+    fi
+}
+
 check "ruff format" "$VENV/bin/ruff" format --check .
 check "ruff check" "$VENV/bin/ruff" check .
 check "mypy" "$VENV/bin/mypy"
-check "lint-imports" "$VENV/bin/lint-imports"
+check "lint-imports" "$VENV/bin/lint-imports" --no-logo
 
 # -v undoes the -q of pyproject.toml: one line a file instead of bare dots. -r names what failed and what was skipped.
 pytest=("$VENV/bin/python" -m pytest -v --no-header -rfEs)
 
 if (($#)); then
-    if ((${#failed[@]})); then
-        printf '\nFAILED: %s\n' "$(IFS=, && printf '%s' "${failed[*]}")"
-    fi
+    tell_failed
     printf '\n== pytest: %s\n' "$*"
     "${pytest[@]}" "$@"
     status=$?
@@ -59,9 +63,7 @@ trap 'rm -rf "$reports"' EXIT
 check "pytest" "${pytest[@]}" -m "not e2e" -n "${JOBS:-2}" --dist loadfile --junitxml="$reports/1.xml"
 check "pytest e2e" "${pytest[@]}" -m e2e --junitxml="$reports/2.xml"
 
-if ((${#failed[@]})); then
-    printf '\nFAILED: %s' "$(printf '%s; ' "${failed[@]}")"
-fi
+tell_failed
 # Both closing lines in one, in words that a machine can read too.
 printf '\n'
 "$VENV/bin/python" - "$reports"/*.xml <<'PYTHON'

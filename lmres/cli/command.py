@@ -14,19 +14,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from lmres.errors import ExitCode
+from lmres.errors import ConfigError
+
+
+class UsageError(ConfigError):
+    """The command line can not be understood. ``program`` and ``usage`` are for the message to people."""
+
+    def __init__(self, message: str, *, program: str, usage: str) -> None:
+        super().__init__(message)
+        self.program = program
+        self.usage = usage
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse exits with 2 on a usage error; here that code is 64, and no option may be abbreviated."""
+    """argparse exits with 2 on a usage error; here it is a UsageError, and no option may be abbreviated."""
 
     def __init__(self, **kwargs: object) -> None:
         kwargs.setdefault("allow_abbrev", False)
         argparse.ArgumentParser.__init__(self, **kwargs)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ExitCode.BAD_CONFIGURATION, f"{self.prog}: {message}\n")
+        raise UsageError(message, program=self.prog, usage=self.format_usage())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

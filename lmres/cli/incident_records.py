@@ -6,9 +6,13 @@ from dataclasses import replace
 
 from lmres.cli.incident import PENDING, Failure, Incident, Move, NodePhases, SetAside, Witness, slowest
 from lmres.cli.run_view import is_over, next_decision, recoveries
-from lmres.rendezvous.decide import Commit, Wait
+from lmres.rendezvous.decide import Commit, Finish, Wait
+from lmres.rendezvous.notes import gone_cause
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.state import Evidence, Gone, View
+
+MAX_MS = 10**12
+"""What a store holds may be any number."""
 
 
 def incidents_of_run(view: View) -> list[Incident]:
@@ -32,7 +36,9 @@ def _of_plan(view: View, plan: Plan, before: Plan | None) -> Incident:
         plan_id=plan.plan_id,
         plan_at_s=None,
         total_s=slowest(phases),
-        evidence=_evidence(view, before, plan.from_generation, plan),
+        evidence=_evidence(view, before, plan.cause, until=view.mod_revision(view.keys.plan(plan.generation)))
+        if before is not None
+        else (),
         moves=tuple(Move(slot=n.slot, before=by_slot.get(n.slot), after=n.node_id) for n in plan.active),
         standby=plan.standby,
         quarantined=tuple(
@@ -50,19 +56,24 @@ def _pending(view: View) -> Incident | None:
     head = view.head()
     if head is None or is_over(view):
         return None
-    evidence, decision = _evidence(view, head, head.generation, None), next_decision(view)
-    waits = isinstance(decision, Wait) and decision.for_standby
-    if not evidence and not waits and not isinstance(decision, Commit):
-        return None
-    proposal = decision.plan if isinstance(decision, Commit) else None
-    reason = decision.reason if isinstance(decision, Wait) else "being decided"
-    first = evidence[0] if evidence else None
+    decision = next_decision(view)
+    match decision:
+        case Finish():
+            return None
+        case Wait():
+            if not decision.for_standby and not view.evidence(head.generation):
+                return None
+            cause, reason = None, decision.reason
+        case Commit():
+            cause, reason = decision.plan.cause, f"being decided: {decision.plan.reason}"
+    evidence = _evidence(view, head, cause, until=view.revision)
+    first = next((w for w in evidence if w.first), evidence[0] if evidence else None)
     return Incident(
         id=head.generation + 1,
         action=PENDING,
-        failure_class=first.failure_class if first is not None else proposal.failure_class if proposal else "unknown",
+        failure_class=first.failure_class if first is not None else "drain",
         verdict=None,
-        cause=first.headline if first is not None else proposal.reason if proposal else reason,
+        cause=first.headline if first is not None else reason,
         reason=reason,
         plan_id=None,
         plan_at_s=None,
@@ -78,38 +89,25 @@ def _pending(view: View) -> Incident | None:
     )
 
 
-def _evidence(view: View, group: Plan | None, generation: int, plan: Plan | None) -> tuple[Witness, ...]:
-    """Evidence and departures in a generation, in order of arrival; ``group`` is its plan, ``plan`` the next one."""
+def _evidence(view: View, group: Plan, cause: Cause | None, *, until: int) -> tuple[Witness, ...]:
+    """Evidence and departures in the generation of ``group``, in order of arrival. ``cause``: the one blamed."""
     found: list[tuple[int, Witness, Evidence | None]] = []
-    cause = plan.cause if plan is not None else None
-    for stored, e in view.under(f"{view.keys.reg}evidence/{generation:08d}/", Evidence):
-        if e.generation == generation:
+    for stored, e in view.under(f"{view.keys.reg}evidence/{group.generation:08d}/", Evidence):
+        if e.generation == group.generation:
             found.append((stored.created, _witness(e.cause, e.reporter, e.weight, first=e.cause == cause), e))
-    until = view.mod_revision(view.keys.plan(plan.generation)) if plan is not None else view.revision + 1
-    for node in group.active if group is not None else ():
+    for node in group.active:
         gone = view.get(view.keys.gone(node.node_id), Gone)
         revision = view.mod_revision(view.keys.gone(node.node_id))
-        if gone is None or gone.incarnation != node.incarnation or revision > until or plan_since(view, group) > revision:
+        if gone is None or gone.incarnation != node.incarnation or revision > until:
             continue
-        member = view.member(node.node_id)
-        lost = Cause(
-            failure_class="drain" if gone.how == "left" and gone.planned else "node_lost",
-            node_id=node.node_id,
-            incarnation=node.incarnation,
-            host=member.host if member is not None else "unknown",
-            detail=gone.reason,
-        )
+        lost = gone_cause(gone, view.member(node.node_id))
         first = cause is not None and cause.rank is None and cause.incarnation == node.incarnation
         found.append((revision, _witness(lost, gone.by, "primary", first=first), None))
     if cause is not None and not any(w.first for _, w, _ in found):
-        # Its own record was overwritten since; the plan has kept it.
+        # Its own record was overwritten since (the node came back and went again); the plan has kept it.
         found.append((until, _witness(cause, "", "primary", first=True), None))
     found.sort(key=lambda item: item[0])
     return _with_times(found)
-
-
-def plan_since(view: View, group: Plan | None) -> int:
-    return view.mod_revision(view.keys.plan(group.generation)) if group is not None else 0
 
 
 def _with_times(found: list[tuple[int, Witness, Evidence | None]]) -> tuple[Witness, ...]:
@@ -120,7 +118,7 @@ def _with_times(found: list[tuple[int, Witness, Evidence | None]]) -> tuple[Witn
     boot = timed[0].boot_id
     start = min(e.at_ms for e in timed if e.boot_id == boot)
     return tuple(
-        replace(w, at_s=(e.at_ms - start) / 1000) if e is not None and boot and e.boot_id == boot else w
+        replace(w, at_s=min(e.at_ms - start, MAX_MS) / 1000) if e is not None and boot and e.boot_id == boot else w
         for _, w, e in found
     )
 

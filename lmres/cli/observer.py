@@ -152,7 +152,8 @@ class Observer:
         try:
             return self._store.transact(txn, timeout_ms=TIMEOUT_MS)
         except StoreRefused as error:
-            raise Unanswered(f"{where}: {error}; the run is over, has not begun, or is elsewhere") from error
+            what = "nobody listens there" if self.selection.store_type == "tcp" else "there is no such file"
+            raise Unanswered(f"{where}: {what}; the run is over, has not begun, or is elsewhere") from error
         except StoreUnavailable as error:
             raise Unanswered(f"{where}: {error}") from error
         except StoreLost as error:
@@ -183,7 +184,7 @@ class _FileRequests:
         except (FileNotFoundError, NotADirectoryError):
             empty = True
         except OSError as error:
-            raise StoreRefused(f"store file {self._path}: {error.strerror}") from error
+            raise StoreUnavailable(f"store file {self._path}: {error.strerror}") from error
         if empty:
             raise StoreRefused(f"there is no store file {self._path}")
         store = FileStore(self._path)

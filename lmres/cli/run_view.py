@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+from lmres.fields import FieldError
 from lmres.policy import Recovery
 from lmres.rendezvous.decide import Commit, Decision, Finish, Observed, Wait, decide
 from lmres.rendezvous.joining import run_is_over
@@ -44,7 +45,7 @@ def recovery_policy(config: RunConfig | None) -> Recovery:
         body = json.loads(config.policy)["recovery"] if config is not None and config.policy is not None else {}
         known = {f.name for f in dataclasses.fields(Recovery)}
         return Recovery(**{name: value for name, value in body.items() if name in known})
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (FieldError, ValueError, TypeError, KeyError, AttributeError):
         return Recovery()
 
 
@@ -117,6 +118,11 @@ def node_role(view: View, member: Member) -> Role:
     if head is not None and member.node_id in head.dismissed and member not in view.standbys():
         return Role(name="dismissed", reason=head.dismissed[member.node_id])
     return Role(name="standby" if head is not None else "joined")
+
+
+def all_members(view: View) -> tuple[Member, ...]:
+    """Everybody who ever registered, by node id, the gone ones too."""
+    return tuple(m for _, m in view.under(f"{view.keys.reg}member/", Member))
 
 
 def is_over(view: View) -> bool:

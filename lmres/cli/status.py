@@ -11,10 +11,10 @@ from lmres.cli.command import Command, Output
 from lmres.cli.heartbeats import Heartbeat, watch_heartbeats
 from lmres.cli.observer import Observer, Snapshot
 from lmres.cli.run_selection import RunSelection, add_run_options, select_run
-from lmres.cli.run_view import is_over, node_role, recovery_policy, run_state
+from lmres.cli.run_view import all_members, is_over, node_role, recovery_policy, run_state
 from lmres.cli.text import clean, columns, table, wrap
 from lmres.rendezvous.plan import Plan
-from lmres.rendezvous.state import Member, RunConfig, View
+from lmres.rendezvous.state import Member, Ready, RunConfig
 
 MAX_INTERVAL_MS = 60_000
 MAX_LOCAL_WORLD_SIZE = 4096
@@ -26,7 +26,8 @@ def status_value(selection: RunSelection, snapshot: Snapshot, heartbeats: Mappin
     view = snapshot.view
     config, head, state, stop = view.config, view.head(), run_state(view), view.stop_request()
     size = _local_world_size(config)
-    nodes = [_node(view, m, snapshot, heartbeats) for m in view.all_members()]
+    ready = view.ready(head.generation) if head is not None else {}
+    nodes = [_node(m, snapshot, heartbeats, ready.get(m.node_id)) for m in all_members(view)]
     nodes.sort(key=lambda n: (n["slot"] is None or n["role"] == "gone", n["role"], n["slot"] or 0, n["node_id"]))
     roles = Counter(n["role"] for n in nodes)
     return {
@@ -52,7 +53,9 @@ def status_value(selection: RunSelection, snapshot: Snapshot, heartbeats: Mappin
 
 def _local_world_size(config: RunConfig | None) -> int | None:
     """None also where it can not be: what a store holds must not make us count for ever."""
-    return config.local_world_size if config is not None and 0 < config.local_world_size <= MAX_LOCAL_WORLD_SIZE else None
+    return (
+        config.local_world_size if config is not None and 0 < config.local_world_size <= MAX_LOCAL_WORLD_SIZE else None
+    )
 
 
 def _plan(head: Plan | None) -> dict[str, Any] | None:
@@ -67,11 +70,14 @@ def _plan(head: Plan | None) -> dict[str, Any] | None:
     }
 
 
-def _node(view: View, member: Member, snapshot: Snapshot, heartbeats: Mapping[str, Heartbeat]) -> dict[str, Any]:
+def _node(
+    member: Member, snapshot: Snapshot, heartbeats: Mapping[str, Heartbeat], ready: Ready | None
+) -> dict[str, Any]:
+    view = snapshot.view
     role, head, size = node_role(view, member), view.head(), _local_world_size(view.config) or 0
     heartbeat, beat = heartbeats.get(member.node_id), snapshot.leases.get(member.node_id)
     lease = beat.lease if beat is not None else None
-    ready = view.ready(head.generation).get(member.node_id) if head is not None else None
+    current = role.name == "active" and lease is not None and lease.incarnation == member.incarnation
     return {
         "node_id": member.node_id,
         "role": role.name,
@@ -83,7 +89,7 @@ def _node(view: View, member: Member, snapshot: Snapshot, heartbeats: Mapping[st
         "pid": member.pid,
         "heartbeat_age_s": heartbeat.age_s if heartbeat is not None else None,
         "heartbeat_moved": heartbeat.moved if heartbeat is not None else None,
-        "step": lease.step if lease is not None and lease.incarnation == member.incarnation else None,
+        "step": lease.step if lease is not None and current else None,
         "failure_domain": member.failure_domain,
         "strikes": sum(s.node_id == member.node_id for s in head.strikes) if head is not None else 0,
         "restarts_left": ready.restarts_left if ready is not None else None,
@@ -143,7 +149,7 @@ def _summary(value: Mapping[str, Any], width: int) -> list[str]:
         lines.append(f"generation  {value['generation']} ({plan['action']}, plan {clean(plan['plan_id'], 60)})")
         lines += wrap(clean(plan["reason"], 2000), width=width, indent=" " * 12)
     if value["min_nodes"] is not None:
-        shape = f"{value['min_nodes']} nodes with {value['local_world_size'] or '?'} workers each"
+        shape = f"{value['min_nodes']} nodes x {value['local_world_size'] or '?'}"
         limit = f"{value['standbys']} standby, at most {value['max_nodes']} nodes"
         lines.append(f"world size  {value['world_size'] or '-'} ({shape}; {limit})")
     if value["step"] is not None:
@@ -207,7 +213,9 @@ def unreadable_lines(found: list[dict[str, str]], width: int) -> list[str]:
         return []
     lines = ["", f"{len(found)} unreadable, ignored by everybody"]
     for item in found[:MAX_LISTED]:
-        lines += wrap(f"{clean(item['key'], 200)}: {clean(item['problem'], 200)}", width=width, indent="- ", hanging="  ")
+        lines += wrap(
+            f"{clean(item['key'], 200)}: {clean(item['problem'], 200)}", width=width, indent="- ", hanging="  "
+        )
     if len(found) > MAX_LISTED:
         lines.append(f"- and {len(found) - MAX_LISTED} more (--json has all)")
     return lines

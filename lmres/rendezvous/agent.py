@@ -102,7 +102,7 @@ class Agent:
         if self._started_ms is None:
             self._started_ms = inputs.now_ms
         if inputs.leave is not None:
-            yield from self._leave(inputs.leave)
+            yield from self._leave(inputs, inputs.leave)
         elif self.end is None:
             try:
                 yield from self._work(inputs)
@@ -328,12 +328,13 @@ class Agent:
     def _quarantine(self) -> str | None:
         return self.view.quarantine_reason(self.me.node_id) if self._slot() is None else None
 
-    def _leave(self, leave: Leave) -> Requests:
+    def _leave(self, inputs: Inputs, leave: Leave) -> Requests:
         """The last one out wipes the records of the run."""
         if not self._left:
+            yield from self.joining.settle(inputs)
             if self.ledger.registered:
                 yield from self.ledger.resign("left", leave.reason, planned=leave.planned)
-            if self.joining.run and not self.view.live_members() and not self.view.unreadable_members():
+            if self.joining.tried and not self.view.live_members() and not self.view.unreadable_members():
                 yield from self.ledger.clear()
             self._left = True
         self._finish(ExitCode.SUCCEEDED, leave.reason)
@@ -378,6 +379,7 @@ class Agent:
             formed=self.view.formed(head.generation) if head is not None and slot is not None else None,
             slot=slot,
             stop_workers=behind or over,
+            workers_generation=inputs.workers_generation,
             charged=slot is not None and any(self.me.node_id in p.charged for p in self._unseen_plans(inputs)),
             end=self.end,
             notes=notes,

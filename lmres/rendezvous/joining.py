@@ -26,6 +26,7 @@ class Joining:
     """The newcomer's memory. ``end`` is set when it is refused; ``reason`` says what it waits for.
 
     ``run`` is the revision at which the configuration of the run was created, once this agent has been in it.
+    ``tried``: it has asked for a registration.
     """
 
     ledger: Ledger
@@ -35,6 +36,7 @@ class Joining:
     reason: str = "joining"
     end: End | None = None
     run: int = 0
+    tried: bool = False
     _used: str = ""
     _first_counter: dict[str, int] = field(default_factory=dict)
 
@@ -120,6 +122,13 @@ class Joining:
             return (yield from ledger.give_up_silent(member, inputs.now_ms))
         return False
 
+    def settle(self, inputs: Inputs) -> Requests:
+        """Before leaving: whether a registration that was never confirmed went through."""
+        ledger = self.ledger
+        if self.tried and not ledger.registered:
+            yield from ledger.refresh(inputs)
+            ledger.registered = ledger.view.is_live(ledger.me.node_id, ledger.me.incarnation)
+
     def _register(self, inputs: Inputs) -> Requests:
         """Registration, first sign of life and, for the first agent, the configuration, in one step."""
         ledger, keys = self.ledger, self.ledger.keys
@@ -133,6 +142,7 @@ class Joining:
         puts = [Put(key=key, value=encode(me)), Put(key=keys.door, value=encode(door)), ledger.beat(inputs)]
         if ledger.view.config is None:
             puts.append(Put(key=keys.config, value=encode(self.config)))
+        self.tried = True
         yield from ledger.write(*puts, compares=(ledger.unchanged(key), ledger.unchanged(keys.config)))
         stands = ledger.view.member(me.node_id)
         if stands is not None and stands.incarnation == me.incarnation and ledger.view.gone(me.node_id) is None:

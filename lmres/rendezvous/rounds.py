@@ -79,7 +79,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What this agent must do now. ``next_ms``: run the next round no later than this."""
+    """What this agent must do now. ``next_ms``: run the next round no later than this.
+
+    ``stop_workers`` speaks of the workers that the round knew, those of ``workers_generation``; newer ones, started
+    while the round was on its way, are not meant.
+    """
 
     standing: Standing
     waiting_for: str
@@ -88,6 +92,7 @@ class Outcome:
     formed: Formed | None = None
     slot: int | None = None
     stop_workers: bool = False
+    workers_generation: int = 0
     charged: bool = False
     end: End | None = None
     notes: tuple[Note, ...] = ()

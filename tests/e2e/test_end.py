@@ -21,5 +21,5 @@ def test_functions_as_entry_points_end_too(tmp_path: Path) -> None:
     """``--run-path`` starts workers as functions, not through the command that is held."""
     with cluster(tmp_path, nnodes="2:2", env={"STEPS": "5"}) as c:
         c.program = ["--run-path", *c.program]
-        a, b = c.form("a", "b")
+        a, b = (c.start(n) for n in ("a", "b"))
         assert [a.wait_exit(), b.wait_exit()] == [0, 0]

@@ -11,7 +11,7 @@ from tests.e2e.cluster import cluster, wait_until
 
 
 def test_a_store_frozen_for_20_seconds_is_forgiven(tmp_path: Path) -> None:
-    with cluster(tmp_path, env={"STEPS": "320"}) as c:
+    with cluster(tmp_path, env={"STEPS": "3000"}) as c:
         a, b, s = c.form("a", "b", "c")
         a.wait_step(3)
         store = c.store_pid()
@@ -23,9 +23,10 @@ def test_a_store_frozen_for_20_seconds_is_forgiven(tmp_path: Path) -> None:
         wait_until("the store answers again", lambda: "answers again" in a.log)
         os.kill(b.worker_pids(1)[0], signal.SIGKILL)
         assert a.wait_event("plan_committed", generation=2)["action"] == "restart"
-        assert not a.events("fault_detected", failure_class="node_lost")
-        c.env["STEPS"] = "1"
-        assert [n.wait_exit(120) for n in (a, b, s)] == [0, 0, 0]
+        for node in (a, b):
+            node.wait_event("training_resumed", generation=2)
+        assert not c.all_events("fault_detected", failure_class="node_lost")
+        assert s.process.poll() is None
 
 
 def test_a_store_frozen_for_good_ends_every_agent_with_75(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmres.ports import Get, Put, Txn
@@ -192,31 +193,41 @@ def changing_of_the_guard(world: World) -> None:
         world.after(world.rng.randint(0, 600), lambda: late_joiner(world))
 
 
-ALL: tuple[tuple[int, Callable[[World], None]], ...] = (
-    (4, kill_agent),
-    (4, restart_agent),
-    (4, pause_agent),
-    (1, pause_everybody),
-    (2, sigterm),
-    (6, crash_worker),
-    (3, crash_two),
-    (3, freeze_store),
-    (2, duplicate),
-    (3, late_joiner),
-    (1, crowd),
-    (2, operator_drain),
-    (2, operator_readmit),
-    (1, operator_stop),
-    (1, stop_at_the_end),
-    (1, changing_of_the_guard),
-    (4, garbage),
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``weight``: how often in a mixed seed; ``theme``: the seeds that have more of it."""
+
+    weight: int
+    theme: str
+    happen: Callable[[World], None]
+
+
+ALL = (
+    Fault(4, "comings", kill_agent),
+    Fault(4, "comings", restart_agent),
+    Fault(4, "pauses", pause_agent),
+    Fault(1, "pauses", pause_everybody),
+    Fault(2, "comings", sigterm),
+    Fault(6, "workers", crash_worker),
+    Fault(3, "workers", crash_two),
+    Fault(3, "store", freeze_store),
+    Fault(2, "comings", duplicate),
+    Fault(3, "comings", late_joiner),
+    Fault(1, "comings", crowd),
+    Fault(2, "workers", operator_drain),
+    Fault(2, "workers", operator_readmit),
+    Fault(1, "ends", operator_stop),
+    Fault(1, "ends", stop_at_the_end),
+    Fault(1, "ends", changing_of_the_guard),
+    Fault(4, "garbage", garbage),
 )
 
 
 def schedule(world: World) -> None:
     """Draws the faults of the safety phase."""
-    weights = [weight for weight, _ in ALL]
-    for _ in range(world.scenario.faults):
-        fault = world.rng.choices([f for _, f in ALL], weights=weights)[0]
-        at_ms = world.rng.randint(200, world.scenario.safety_ms)
-        world.after(at_ms, lambda f=fault: f(world))  # type: ignore[misc]
+    s = world.scenario
+    weights = [f.weight * (8 if f.theme == s.theme else 1) for f in ALL]
+    for _ in range(s.faults):
+        fault = world.rng.choices(ALL, weights=weights)[0]
+        at_ms = world.rng.randint(200, s.safety_ms)
+        world.after(at_ms, lambda f=fault: f.happen(world))  # type: ignore[misc]

@@ -62,7 +62,7 @@ class Process:
         self._leaving_round = False
         self._round_epoch = 0
         self._attempt = 0
-        self._wake_at = -1
+        self._wake_at: int | None = None
         self._poked = False
         self._leave_since: int | None = None
         self._deferred: list[Callable[[], None]] = []
@@ -139,11 +139,18 @@ class Process:
         self.world.after(delay_ms, happen)
 
     def wake(self, delay_ms: int) -> None:
+        """At most one wake-up is pending: the earliest."""
         at_ms = self.world.now_ms + delay_ms
-        if self.world.now_ms <= self._wake_at <= at_ms:
+        if self._wake_at is not None and self._wake_at <= at_ms:
             return
         self._wake_at = at_ms
-        self.later(delay_ms, self._begin)
+
+        def woken() -> None:
+            if self._wake_at == at_ms:
+                self._wake_at = None
+                self._begin()
+
+        self.later(delay_ms, woken)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -152,7 +159,6 @@ class Process:
             self._poked = True
             return
         self._poked = False
-        self._wake_at = -1
         inputs = Inputs(
             now_ms=self.clock_ms,
             waiting=self.waiting,

@@ -28,7 +28,7 @@ def settle(world: World) -> None:
     """Faults stop. What was stopped goes on; where too few are left that may be used, the scheduler brings more."""
     world.log("-- faults stop --")
     world.calm = True
-    world.frozen_until_ms = min(world.frozen_until_ms, world.now_ms)
+    world.thaw()
     for process in world.living():
         process.resume()
     if not world.oracle.finished:

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from lmres.policy import Recovery
 
 
+THEMES = ("workers", "pauses", "store", "comings", "ends", "garbage")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Times in milliseconds of the simulation's own clock; shares are probabilities.
 
-    ``poison_step``: at this step one rank raises the same exception each time. ``calm``: no random faults at all.
+    ``poison_step``: at this step one rank raises the same exception each time. ``theme``: the kind of fault that this
+    seed has more of.
     """
 
     agents: int
@@ -33,6 +37,7 @@ class Scenario:
     slow_requests: float
     missed_wakes: float
     slow_stops: float
+    theme: str = "mixed"
     poison_step: int | None = None
     patience_ms: int = 180_000
 
@@ -49,6 +54,7 @@ class Scenario:
 def scenario_of(rng: random.Random) -> Scenario:
     min_nodes = rng.randint(2, 4)
     agents = rng.randint(max(3, min_nodes), 7)
+    theme = rng.choice(("mixed", "mixed", "mixed", *THEMES))
     trouble = rng.choice((0.0, 0.01, 0.04))
     interval_ms, timeout_ms = rng.choice(((500, 3000), (1000, 5000), (1000, 3000)))
     recovery = Recovery(
@@ -74,9 +80,10 @@ def scenario_of(rng: random.Random) -> Scenario:
         lost_requests=trouble,
         lost_answers=trouble,
         late_requests=trouble / 2,
-        slow_requests=rng.choice((0.0, 0.05)),
+        slow_requests=0.3 if theme == "ends" else rng.choice((0.0, 0.05)),
         missed_wakes=rng.choice((0.0, 0.3, 1.0)),
         slow_stops=rng.choice((0.0, 0.0, 0.2)),
+        theme=theme,
         poison_step=rng.choice((None, None, None, None, None, 12)),
     )
 

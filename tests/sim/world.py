@@ -117,9 +117,16 @@ class World:
     # -- the store and the way to it ----------------------------------------------------------------------------------
 
     def freeze(self, duration_ms: int) -> None:
-        self.frozen_until_ms = max(self.frozen_until_ms, self.now_ms + duration_ms)
+        if self.now_ms < self.frozen_until_ms:
+            return
+        self.frozen_until_ms = self.now_ms + duration_ms
         self.freezes.append((self.now_ms, self.frozen_until_ms))
         self.log(f"FAULT the store does not answer for {duration_ms} ms")
+
+    def thaw(self) -> None:
+        if self.now_ms < self.frozen_until_ms:
+            self.frozen_until_ms = self.now_ms
+            self.freezes[-1] = (self.freezes[-1][0], self.now_ms)
 
     def request(self, txn: Txn, who: Process, answer: Callable[[TxnResult], None]) -> None:
         """Carries a request to the store and, chance permitting, the answer back."""

@@ -14,7 +14,7 @@ What must hold, or the agent is told ``unfit`` and this process ends:
 4. An import that fails is not kept: half of a package would stay behind.
 
 What an import prints is kept and printed when the worker begins. If anything goes wrong on the way to becoming the
-worker, the process executes the very same command anew: a cold start with the same pid, a moment late.
+worker, this process executes the very same command anew: a cold start with the same pid, a moment late.
 
 Talk with the agent, on one stream socket: a length (4 bytes), then JSON; ``go`` also carries four descriptors.
 """
@@ -44,6 +44,9 @@ FD_VARIABLE = "LMRES_WARM_FD"
 MARK_VARIABLE = "LMRES_SPARES_TOKEN"
 """Holds the room for the worker's token in the block of memory that /proc/PID/environ shows."""
 
+ALL_NAMES = "(all names)"
+"""Stands for a look at which variables there are."""
+
 TOKEN_VARIABLE = "LMRES_WORKER_TOKEN"
 FDS_VARIABLE = "LMRES_WORKER_FDS"
 LENGTH = struct.Struct("!I")
@@ -64,8 +67,8 @@ class Unfit(BaseException):
         self.name = name
 
 
-def stand_by(here: str) -> None:
-    """Warm up and wait; returns in the worker, and only there."""
+def stand_by(here: str) -> str:
+    """Warm up and wait; returns in the worker, and only there. The result names its report channel and page."""
     channel = socket.socket(fileno=int(os.environ.pop(FD_VARIABLE)))
     channel.set_inheritable(False)
     mark = os.environ.pop(MARK_VARIABLE)
@@ -85,7 +88,7 @@ def stand_by(here: str) -> None:
     _send(channel, ready)
     go, descriptors = _receive(channel)
     channel.close()
-    _become(go, descriptors, warmed, output, block, places)
+    return _become(go, descriptors, warmed, output, block)
 
 
 def step_aside(here: str) -> None:
@@ -253,14 +256,19 @@ class EnvironWatch:
             return plain["__getitem__"](env, key)
 
         def iterate(env: Any) -> Any:
-            self.listed = True
+            self._note_listing()
             return plain["__iter__"](env)
 
         def length(env: Any) -> Any:
-            self.listed = True
+            self._note_listing()
             return plain["__len__"](env)
 
         self._class.__getitem__, self._class.__iter__, self._class.__len__ = getitem, iterate, length
+
+    def _note_listing(self) -> None:
+        if not self.listed:
+            self.listed = True
+            self.first[ALL_NAMES] = _importing()
 
     def end(self) -> None:
         for name, function in self._plain.items():
@@ -390,8 +398,7 @@ def _become(
     warmed: Warmed,
     output: Output,
     block: _EnvironmentBlock,
-    places: Places,
-) -> None:
+) -> str:
     env = dict(go["env"])
     channel, page, *streams = descriptors
     env[FDS_VARIABLE] = f"{channel},{page}"
@@ -411,12 +418,15 @@ def _become(
         os.environ.update(worker)
     except BaseException as error:
         _start_cold(error, env, descriptors, go["executable"])
-    if PathFinder.find_spec("sitecustomize") is not None:  # the standard library's, see _refuse_customization
-        importlib.import_module("sitecustomize")
+    return f"{channel},{page}"
+
+
+def attach_worker(numbers: str) -> None:
+    """As ``onpath/sitecustomize.py`` does."""
     try:
         from lmres.adapters.bootstrap.session import attach
 
-        attach(f"{channel},{page}")
+        attach(numbers)
     except Exception as error:
         sys.stderr.write(f"lmres: not attached, the program runs unprotected: {error!r}\n")
 

@@ -143,27 +143,33 @@ class Crew:
 
     # -- stopping -----------------------------------------------------------------------------------------------------
 
-    def stop(self, grace_s: float | None = None) -> None:
-        """Begins to stop the workers, once a generation, in a thread of its own; ``alive`` tells when it is done."""
+    def stop(self, *, generation: int | None = None) -> None:
+        """Begins to stop the workers, once a generation, in a thread of its own; ``alive`` tells when it is done.
+
+        With ``generation`` only if it is still the newest one here.
+        """
         with self._lock:
+            if generation is not None and generation != self.generation:
+                return
             workers = self.monitor.workers()
             if self._stopping or not workers:
                 return
             self._stopping = True
-            grace = self._grace_s if grace_s is None else grace_s
-            self._stopper = threading.Thread(target=self._stop, args=(workers, grace), name="lmres-stop", daemon=True)
+            self._stopper = threading.Thread(target=self._stop, args=(workers,), name="lmres-stop", daemon=True)
             self._stopper.start()
 
-    def _stop(self, workers: tuple[WorkerProcess, ...], grace_s: float) -> None:
+    def _stop(self, workers: tuple[WorkerProcess, ...]) -> None:
         self._await(lambda: self._reports <= self._holding, TRACEBACK_S)
         for worker in workers:
             worker.release()
         spare = [self._guardian.pid] if self._guardian.pid is not None else []
-        report: StopReport = stop_workers(workers, grace_s, spare=spare)
+        report: StopReport = stop_workers(workers, self._grace_s, spare=spare)
         self.unkillable = report.unkillable
         self.stopped_ms = now_ms()
         if report.killed:
-            log.warning("workers that did not end within %.1f s of SIGTERM were killed: %s", grace_s, report.killed)
+            log.warning(
+                "workers that did not end within %.1f s of SIGTERM were killed: %s", self._grace_s, report.killed
+            )
         self._stopper = None
         self._on_change()
 

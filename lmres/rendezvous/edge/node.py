@@ -182,13 +182,16 @@ class Node:
         if ended is not None and ended.exit_code != 0:
             return False if self._crew.alive else ended
         outcome = self._outcome
-        if outcome is None or ended is not None or not outcome.stop_workers or self._crew.alive:
+        if outcome is None or ended is not None or not self._must_stop(outcome) or self._crew.alive:
             return False
         if self._crew.unkillable:
             return self._unkillable_end()
         self._crew.open_gate()
         # The charged node's failure is now seen by torch, which spends a restart; elsewhere it costs nothing.
         return not (outcome.charged and self._crew.has_failure)
+
+    def _must_stop(self, outcome: Outcome) -> bool:
+        return outcome.stop_workers and outcome.workers_generation == self._crew.generation
 
     def leave_on_signal(self, name: str) -> None:
         """Called in a signal handler: takes no lock."""
@@ -488,8 +491,8 @@ class Node:
         self._mark(outcome)
         if outcome.end is not None and outcome.end.run_over and outcome.end.exit_code == 0:
             self._crew.show_success()
-        elif outcome.stop_workers:
-            self._crew.stop()
+        elif self._must_stop(outcome):
+            self._crew.stop(generation=outcome.workers_generation)
         if outcome.end is not None:
             self._tell_end(outcome.end)
         with self._changed:

@@ -23,7 +23,7 @@ class NoFalseLoss(Invariant):
             return
         process = self.oracle.process_of(gone.incarnation)
         beat_ms = self.oracle.beat_ms.get(gone.incarnation)
-        if process is None or not process.alive or beat_ms is None:
+        if process is None or not process.alive or process.end_epoch or beat_ms is None:
             return
         s, now_ms = self.world.scenario, self.world.now_ms
         if s.clean_network and process.paused_ms is None and s.timeout_ms >= 5 * s.interval_ms:

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from lmres.rendezvous.edge.workers.process import Gate, WorkerPlace, WorkerProcess
 from lmres.rendezvous.edge.workers.reports import ReportReader
+from lmres.rendezvous.edge.workers.warm import WarmPool
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,12 @@ class WorkerMonitor:
         gate: Gate = _open_gate,
         on_start: Callable[[WorkerProcess], None] | None = None,
         prepare_env: PrepareEnv | None = None,
+        warm: WarmPool | None = None,
     ) -> None:
         """``token`` marks every worker's environment and is unique to this agent and run. ``on_start`` is called by
         the thread that starts a worker, right after the start. ``prepare_env`` makes the environment that a worker
-        gets from the one that torch and the generation give."""
+        gets from the one that torch and the generation give. ``warm`` is asked for a process before one is started;
+        it is the caller's to close."""
         self.token = token
         self._on_exit = on_exit
         self._on_report = on_report
@@ -64,6 +67,7 @@ class WorkerMonitor:
         self._gate = gate
         self._on_start = on_start
         self._prepare_env = prepare_env
+        self._warm = warm
         self._lock = threading.Lock()
         self._generation = 0
         self._extra_env: dict[str, str] = {}
@@ -131,7 +135,15 @@ class WorkerMonitor:
         if self._prepare_env is not None:
             full = self._prepare_env(full)
         place = WorkerPlace(generation=generation, rank=int(env.get("RANK", -1)), local_rank=local_rank)
-        worker = WorkerProcess(args, full, place=place, token=self.token, gate=self._gate, stdout=stdout, stderr=stderr)
+        worker = None
+        if self._warm is not None:
+            worker = self._warm.take(
+                args, full, place=place, token=self.token, gate=self._gate, stdout=stdout, stderr=stderr
+            )
+        if worker is None:
+            worker = WorkerProcess.start(
+                args, full, place=place, token=self.token, gate=self._gate, stdout=stdout, stderr=stderr
+            )
         with self._lock:
             self._workers.append(worker)
             self._arrivals.append(worker)

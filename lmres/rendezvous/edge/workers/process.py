@@ -1,12 +1,13 @@
 """A worker process that torch polls and we own.
 
-It is a ``subprocess.Popen``, started as torch would start it, with three additions:
+It answers as ``subprocess.Popen`` does, and stands for a process that was started as torch would start it (``start``)
+or that was running already (``warm``), with three additions:
 
 1. **Held.** ``poll()`` answers None while the gate holds the exit status back. The status is looked at without
    reaping (``WNOWAIT``), so the zombie keeps its pid and its process group: torch's ``killpg`` stays valid.
    ``exit_status()`` reads it at any time. ``wait()`` is never gated.
 2. **Tied to the agent.** The kernel kills the worker when the thread that started it ends (``PR_SET_PDEATHSIG``).
-   That is the agent's main thread, which lives as long as the agent.
+   That is the agent's main thread (or the warm pool's), which lives as long as the agent.
 3. **Connected.** A socket for reports and a progress page are inherited; ``LMRES_WORKER_FDS=REPORT,PAGE`` names them.
    A program that does not know them is not disturbed.
 """
@@ -49,11 +50,62 @@ class WorkerPlace:
     local_rank: int
 
 
-class WorkerProcess(subprocess.Popen[bytes]):
-    """See the module. Starts the process when created, as ``Popen`` does, and raises what ``Popen`` raises."""
+class Link:
+    """What connects a worker: the agent's end of the channel and the page, and the two descriptors for the worker."""
+
+    def __init__(self) -> None:
+        self.progress = ProgressPage()
+        try:
+            self.channel, self._theirs = socket.socketpair()
+        except OSError:
+            self.progress.close()
+            raise
+        self.channel.setblocking(False)
+
+    @property
+    def worker_fds(self) -> tuple[int, int]:
+        """Report channel and progress page, as ``LMRES_WORKER_FDS`` names them."""
+        return self._theirs.fileno(), self.progress.fd
+
+    def handed_over(self) -> None:
+        """The worker has its end."""
+        self._theirs.close()
+
+    def close(self) -> None:
+        self._theirs.close()
+        self.channel.close()
+        self.progress.close()
+
+
+class WorkerProcess:
+    """See the module. ``child`` is its process, not reaped yet, that only this object polls from now on."""
 
     def __init__(
         self,
+        child: subprocess.Popen[bytes],
+        link: Link,
+        *,
+        place: WorkerPlace,
+        token: str,
+        gate: Gate,
+    ) -> None:
+        self.args = child.args
+        self.pid = child.pid
+        self.place = place
+        self.token = token
+        self.progress = link.progress
+        self.channel = link.channel
+        self._child = child
+        self._gate = gate
+        self._status: int | None = None
+        # Not reaped yet, so the pid is surely still this process.
+        self._pidfd = _open_pidfd(self.pid)
+        process = read_process(self.pid)
+        self.started_ticks = process.started if process is not None else 0
+
+    @classmethod
+    def start(
+        cls,
         args: Sequence[str],
         env: Mapping[str, str],
         *,
@@ -62,39 +114,28 @@ class WorkerProcess(subprocess.Popen[bytes]):
         gate: Gate,
         stdout: IO[Any] | int | None = None,
         stderr: IO[Any] | int | None = None,
-    ) -> None:
-        self.place = place
-        self.token = token
-        self._gate = gate
-        self._status: int | None = None
-        self._pidfd = -1
-        self.progress = ProgressPage()
-        self.channel, theirs = socket.socketpair()
+    ) -> WorkerProcess:
+        """Start the process, as ``Popen`` does. Raises what ``Popen`` raises."""
+        link = Link()
         try:
-            self.channel.setblocking(False)
-            numbers = (theirs.fileno(), self.progress.fd)
-            super().__init__(
+            numbers = link.worker_fds
+            child = start_tied(
                 args,
-                env={
-                    **env,
-                    TOKEN_VARIABLE: token,
-                    FDS_VARIABLE: f"{numbers[0]},{numbers[1]}",
-                },
+                {**env, TOKEN_VARIABLE: token, FDS_VARIABLE: f"{numbers[0]},{numbers[1]}"},
                 stdout=stdout,
                 stderr=stderr,
-                start_new_session=True,
                 pass_fds=numbers,
-                preexec_fn=_die_with_parent(),
             )
         except BaseException:
-            self.close()
+            link.close()
             raise
-        finally:
-            theirs.close()
-        # Not reaped yet, so the pid is surely still this process.
-        self._pidfd = _open_pidfd(self.pid)
-        process = read_process(self.pid)
-        self.started_ticks = process.started if process is not None else 0
+        link.handed_over()
+        return cls(child, link, place=place, token=token, gate=gate)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status once it is reaped."""
+        return self._child.returncode
 
     @property
     def pidfd(self) -> int:
@@ -129,6 +170,18 @@ class WorkerProcess(subprocess.Popen[bytes]):
         assert self.returncode is not None
         return self.returncode
 
+    def send_signal(self, sig: int) -> None:
+        """Signal the process, if it still runs."""
+        if self.exit_status() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def release(self) -> None:
         """Tell a worker that holds its exception that it may go on and exit."""
         with contextlib.suppress(OSError):  # it is gone, or never listened: nothing holds it then
@@ -155,9 +208,9 @@ class WorkerProcess(subprocess.Popen[bytes]):
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def _reap(self) -> None:
-        super().wait()
+        self._child.wait()
         if self._status == STATUS_LOST:
-            self.returncode = STATUS_LOST  # Popen answers 0 where the status was taken
+            self._child.returncode = STATUS_LOST  # Popen answers 0 where the status was taken
 
     def _sleep(self, timeout_s: float | None) -> None:
         if self._pidfd < 0:
@@ -173,6 +226,26 @@ def _open_pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return -1
+
+
+def start_tied(
+    args: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: IO[Any] | int | None,
+    stderr: IO[Any] | int | None,
+    pass_fds: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    """Start a process as torch does, in a session of its own, that dies with the thread which calls this."""
+    return subprocess.Popen(
+        args,
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        preexec_fn=_die_with_parent(),  # noqa: PLW1509 (it takes no lock)
+    )
 
 
 def _die_with_parent() -> Callable[[], None]:

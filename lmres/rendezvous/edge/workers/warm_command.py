@@ -11,7 +11,6 @@ Pure. Everything that is not surely the same is refused with a reason, and the w
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ class Refused:
 
 def parse(args: Sequence[str], pythons: Collection[str]) -> Program | Refused:
     """``pythons``: the interpreters that torchrun itself puts in front of a program."""
-    if not args or args[0] not in pythons or not _PYTHON.fullmatch(os.path.basename(args[0])):
+    if not args or args[0] not in pythons or not _PYTHON.fullmatch(args[0].rpartition("/")[2]):
         return Refused(reason=f"{args[0] if args else 'nothing'!r} is not the interpreter that torchrun uses")
     options, rest = _options(args[1:])
     if isinstance(options, Refused):
@@ -132,7 +131,9 @@ def environment_refused(env: Mapping[str, str]) -> str | None:
     return None
 
 
-def difference(started: Mapping[str, str], wanted: Mapping[str, str], read: Collection[str], listed: bool) -> str | None:
+def difference(
+    started: Mapping[str, str], wanted: Mapping[str, str], read: Collection[str], listed: bool
+) -> str | None:
     """Why a process that was ``started`` with one environment must not be used for the ``wanted`` one.
 
     ``read``: the variables which its imports looked at; ``listed``: an import went through all their names.
@@ -147,13 +148,4 @@ def difference(started: Mapping[str, str], wanted: Mapping[str, str], read: Coll
             return f"{name} differs, and an import has looked at it"
         if listed and (name in started) != (name in wanted):
             return f"{name} is new or gone, and an import has looked at all names"
-    return None
-
-
-def shadowed(folder_names: Collection[str], tops: Collection[str]) -> str | None:
-    """The file in the program's folder that would have been imported in place of an installed module."""
-    known = set(tops)
-    for name in sorted(folder_names):
-        if name.partition(".")[0] in known:
-            return name
     return None
