@@ -115,6 +115,7 @@ class Agent:
     def _work(self, inputs: Inputs) -> Requests:
         ledger = self.ledger
         yield from ledger.refresh(inputs)
+        self._mark_evidence(inputs.now_ms)
         if ledger.registered and self.view.gone(self.me.node_id) is not None:
             ledger.registered = False
         if not ledger.registered:
@@ -238,7 +239,7 @@ class Agent:
         return head.generation if head is not None else 0
 
     def _mark_times(self, now_ms: int) -> None:
-        """Remembers when this agent first saw the newest plan, its formation and its first evidence.
+        """Remembers when this agent first saw the newest plan and its formation.
 
         Waiting for other nodes is measured on the clock that leaves out the time in which this agent could not look.
         """
@@ -248,21 +249,31 @@ class Agent:
             self._waiting_ms = None
         if self._formed_seen[0] != generation and self.view.formed(generation) is not None:
             self._formed_seen = (generation, now_ms)
+
+    def _mark_evidence(self, now_ms: int) -> None:
+        """Remembers when this agent first saw evidence of this generation together with the leases.
+
+        Evidence that is read later in a round may be younger than a heartbeat that the next round finds.
+        """
+        generation = self._generation()
         if self._evidence_seen[0] != generation and self.view.evidence(generation):
             self._evidence_seen = (generation, now_ms)
 
+    def _unconfirmed(self) -> frozenset[str]:
+        head, leases = self.view.head(), self.ledger.leases
+        if head is None:
+            return frozenset()
+        seen = self._evidence_seen
+        others = [n.node_id for n in head.active if n.node_id != self.me.node_id]
+        return frozenset(n for n in others if seen[0] != head.generation or (leases.heard_ms(n) or 0) <= seen[1])
+
     def _observed(self, inputs: Inputs) -> Observed:
-        now_ms, head, generation = inputs.now_ms, self.view.head(), self._generation()
-        leases = self.ledger.leases
-        unconfirmed: list[str] = []
-        if head is not None and self._evidence_seen[0] == generation:
-            others = [n.node_id for n in head.active if n.node_id != self.me.node_id]
-            unconfirmed = [n for n in others if (leases.heard_ms(n) or 0) <= self._evidence_seen[1]]
+        now_ms, generation, leases = inputs.now_ms, self._generation(), self.ledger.leases
         formed = self._formed_seen[0] == generation and generation > 0
         attended_ms = leases.attended_ms(now_ms)
         waited = attended_ms - self._waiting_ms if self._waiting_ms is not None else 0
         return Observed(
-            unconfirmed=frozenset(unconfirmed),
+            unconfirmed=self._unconfirmed(),
             late=self._late(attended_ms),
             silent=frozenset(m.node_id for m in self.ledger.watched() if leases.is_silent(m.node_id, now_ms)),
             generation_ms=now_ms - self._formed_seen[1] if formed else 0,
@@ -282,7 +293,9 @@ class Agent:
     def _note_wait(self, wait: Wait, inputs: Inputs) -> None:
         self.reason = wait.reason
         self._proposed = None
-        if wait.for_standby and self._waiting_ms is None:
+        if not wait.for_standby:
+            self._waiting_ms = None
+        elif self._waiting_ms is None:
             self._waiting_ms = self.ledger.leases.attended_ms(inputs.now_ms)
         waited = inputs.now_ms - (self._started_ms or inputs.now_ms)
         if self.view.head() is None and waited >= self.settings.join_timeout_ms:

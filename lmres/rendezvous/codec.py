@@ -1,6 +1,6 @@
 """Records to JSON text and back, strictly.
 
-A record is a frozen dataclass. Its text is one JSON object with the record's ``kind``. Unknown fields are ignored, so
+A record is a frozen dataclass. Its text is one JSON object that names its type as ``record``. Unknown fields are ignored, so
 that a newer version may add some; a missing field without default, a wrong type or another kind is a RecordError.
 Nothing is ever unpickled or evaluated.
 """
@@ -19,12 +19,14 @@ from lmres.errors import RecordError
 
 T = TypeVar("T")
 MAX_DEPTH = 12
+TYPE_KEY = "record"
 
 
 def encode(record: object) -> str:
     """One line of JSON with sorted keys: equal records give equal text."""
-    body: dict[str, Any] = {"kind": type(record).__name__}
-    body.update(_plain(record))
+    fields = _plain(record)
+    assert TYPE_KEY not in fields
+    body = {TYPE_KEY: type(record).__name__, **fields}
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -34,7 +36,7 @@ def decode(cls: type[T], text: str) -> T:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"expected a {cls.__name__} record, found text that is not JSON: {text[:80]!r}") from error
-    if not isinstance(body, dict) or body.get("kind") != cls.__name__:
+    if not isinstance(body, dict) or body.get(TYPE_KEY) != cls.__name__:
         raise RecordError(f"expected a {cls.__name__} record, found {text[:80]!r}")
     try:
         value = _build(cls, body, cls.__name__, 0)

@@ -38,6 +38,7 @@ class Joining:
     run: int = 0
     tried: bool = False
     _used: str = ""
+    _admitted: bool = False
     _first_counter: dict[str, int] = field(default_factory=dict)
 
     def attempt(self, inputs: Inputs) -> Requests:
@@ -149,9 +150,15 @@ class Joining:
             ledger.registered = True
             self.run, self._used = self._run_of_records(), me.incarnation
             self._first_counter.clear()
+            self._admitted = False
 
     def leave_if_too_many(self) -> Requests:
-        """For a registered standby: refused when MAX live agents came before it."""
+        """For a registered standby: refused when MAX live agents came before it.
+
+        Once there was room for it it stays, also when a node that was put aside comes back into the count.
+        """
+        if self._admitted:
+            return
         view, me = self.ledger.view, self.ledger.me
         head = view.head()
         counted = [m for m in view.live_members() if view.quarantine_reason(m.node_id) is None]
@@ -164,7 +171,9 @@ class Joining:
         active = head is not None and head.slot_of(me.node_id, me.incarnation) is not None
         watched = {m.node_id for m in self.ledger.watched()}
         alive = [m for m in ahead if m.node_id not in watched or self.moves(m)]
-        if active or len(alive) < limit:
+        if active or len(ahead) < limit:
+            self._admitted = True
+        if self._admitted or len(alive) < limit:
             return
         names = ", ".join(m.node_id for m in alive)
         reason = f"this run takes {limit} agents at most (--nnodes) and has them: {names}"

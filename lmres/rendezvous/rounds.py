@@ -82,7 +82,7 @@ class Outcome:
     """What this agent must do now. ``next_ms``: run the next round no later than this.
 
     ``stop_workers`` speaks of the workers that the round knew, those of ``workers_generation``; newer ones, started
-    while the round was on its way, are not meant.
+    while the round was on its way, are not meant. ``alert``: ``waiting_for`` is something a person should know.
     """
 
     standing: Standing
@@ -94,5 +94,6 @@ class Outcome:
     stop_workers: bool = False
     workers_generation: int = 0
     charged: bool = False
+    alert: bool = False
     end: End | None = None
     notes: tuple[Note, ...] = ()

@@ -120,6 +120,8 @@ def operator_readmit(world: World) -> None:
 
 
 def operator(world: World, kind: str, node_id: str) -> None:
+    if world.keys.config not in world.oracle.records:
+        return  # no such run
     head = world.oracle.head()
     generation = head.generation if head is not None else 0
     world.log(f"FAULT operator: {kind} {node_id}")
@@ -133,7 +135,7 @@ def operator_stop(world: World) -> None:
 
 
 def _stop(world: World) -> None:
-    if world.living():
+    if world.living() and world.keys.config in world.oracle.records:
         world.log("FAULT operator: stop")
         put = Put(key=world.keys.stop, value=encode(StopRequest(reason="enough")))
         world.apply(Txn(success=(put,)), None)
@@ -177,7 +179,9 @@ def _garbage(world: World, key: str) -> str:
     others = sorted(k for k in world.oracle.records if not k.startswith(world.keys.leases) and k != key)
     if others and world.rng.random() < 0.4:
         return encode(world.oracle.records[world.rng.choice(others)])  # a whole record of another key
-    return world.rng.choice(("", "null", "[]", "{}", json.dumps({"kind": "Plan"}), '{"kind":"Lease"}', "\x00\x01", "7"))
+    return world.rng.choice(
+        ("", "null", "[]", "{}", json.dumps({"record": "Plan"}), '{"record":"Lease"}', "\x00\x01", "7")
+    )
 
 
 def stop_at_the_end(world: World) -> None:
@@ -217,7 +221,7 @@ ALL = (
     Fault(2, "workers", operator_drain),
     Fault(2, "workers", operator_readmit),
     Fault(1, "ends", operator_stop),
-    Fault(1, "ends", stop_at_the_end),
+    Fault(1, "success", stop_at_the_end),
     Fault(1, "ends", changing_of_the_guard),
     Fault(4, "garbage", garbage),
 )

@@ -137,6 +137,12 @@ class Oracle:
         """Gone; or its registration is torn, and who has not read it before can not know of it."""
         return not self.is_live(node_id, incarnation) or self.world.keys.member(node_id) in self.torn
 
+    def torn_and_silent(self, member: state.Member) -> bool:
+        """Its registration can not be read, so it can not be declared lost by name, but its lease is over."""
+        quiet_ms = self.world.now_ms - self.beat_ms.get(member.incarnation, 0)
+        torn = self.world.keys.member(member.node_id) in self.torn
+        return torn and quiet_ms >= self.world.scenario.timeout_ms * 0.93
+
     def process_of(self, incarnation: str) -> Process | None:
         name = incarnation.rsplit(".", 1)[0]
         return next((p for p in self.world.processes if p.name == name), None)
@@ -238,7 +244,7 @@ def _read(keys: Keys, key: str, value: str) -> Any:
     """The record, if it is whole and stands where it belongs."""
     try:
         body = json.loads(value)
-        record = decode(_KINDS[body["kind"]], value)
+        record = decode(_KINDS[body["record"]], value)
     except (RecordError, ValueError, KeyError, TypeError):
         return None
     return record if key.startswith(_home(keys, record)) else None

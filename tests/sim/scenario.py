@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lmres.policy import Recovery
 
 
-THEMES = ("workers", "pauses", "store", "comings", "ends", "garbage")
+THEMES = ("workers", "pauses", "store", "comings", "ends", "success", "garbage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def scenario_of(rng: random.Random) -> Scenario:
         lost_requests=trouble,
         lost_answers=trouble,
         late_requests=trouble / 2,
-        slow_requests=0.3 if theme == "ends" else rng.choice((0.0, 0.05)),
+        slow_requests=0.3 if theme == "success" else rng.choice((0.0, 0.05)),
         missed_wakes=rng.choice((0.0, 0.3, 1.0)),
         slow_stops=rng.choice((0.0, 0.0, 0.2)),
         theme=theme,

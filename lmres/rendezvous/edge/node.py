@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import tenacity
 
 from lmres import __version__
-from lmres.errors import ExitCode, LmresError, StoreError, StoreLost, StoreRefused, StoreUnavailable
+from lmres.errors import ExitCode, LmresError, StoreError, StoreLost
 from lmres.ids import Keys
 from lmres.policy import Policy, policy_to_dict
 from lmres.ports import Store
@@ -37,26 +36,23 @@ from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.codec import to_plain
 from lmres.rendezvous.edge.connect import connect
 from lmres.rendezvous.edge.crew import Crew, now_ms
+from lmres.rendezvous.edge.driver import LEAVE_S, Driver
 from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
-from lmres.rendezvous.edge.phases import Marks
+from lmres.rendezvous.edge.narrator import Narrator
 from lmres.rendezvous.edge.state_dir import default_state_dir, prepare_state_dir, write_private_json
 from lmres.rendezvous.edge.stores.file import FileStore
 from lmres.rendezvous.edge.stores.tcp import TcpStore
 from lmres.rendezvous.edge.workers.guardian import Guardian
-from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.options import Options
 from lmres.rendezvous.plan import Cause, Plan
-from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Settings
-from lmres.rendezvous.state import Member, Recovered, RunConfig
+from lmres.rendezvous.rounds import End, Inputs, Leave, Outcome, Settings
+from lmres.rendezvous.state import Member, RunConfig
 
 log = logging.getLogger("lmres")
 
 WATCH_MS = 10_000
-REFUSED_S = 10.0
-"""How long a store at which nobody listens is tried again: its process is gone, and its records with it."""
 FORM_TIMEOUT_S = 60.0
-LEAVE_S = 3.0
 CLOSE_S = 8.0
 MIN_ROUND_S = 0.005
 
@@ -100,15 +96,6 @@ class Node:
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._closed = False
-        self._recovered: tuple[Recovered, ...] = ()
-        self._marks: Marks | None = None
-        self._noticed: dict[tuple[int, str], int] = {}
-        self._first_steps: set[int] = set()
-        self._shown = ""
-        self._standing = ""
-        self._finished_told = False
-        self._started_told = 0
-        self._marked_generation = 0
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
@@ -127,6 +114,23 @@ class Node:
             process_is_dead=self._process_is_dead,
         )
         beat = self.policy.heartbeat
+        self._narrator = Narrator(
+            agent=self._agent,
+            events=self.events,
+            local_world_size=local_world_size,
+            attach=self._attach,
+            poke=self._poke,
+        )
+        self._driver = Driver(
+            agent=self._agent,
+            store=self._store,
+            inputs=self._inputs,
+            sleep=self._sleep,
+            endpoint=self.options.endpoint,
+            read_timeout_s=self.options.read_timeout_s,
+            heartbeat_interval_s=beat.interval_s,
+            heartbeat_timeout_s=beat.timeout_s,
+        )
         self._guardian = Guardian(token=self._token, timeout_s=beat.timeout_s, on_problem=log.warning)
         self._crew = Crew(
             token=self._token,
@@ -135,28 +139,26 @@ class Node:
             attach=self._attach,
             guardian=self._guardian,
             on_change=self._poke,
-            on_note=self._worker_note,
+            on_note=self._narrator.worker_note,
             on_error=self._fail,
         )
         self._guardian.start()
         self._crew.start()
         atexit.register(self.close, "exit")
         self._control = threading.Thread(target=self._run, name="lmres-control", daemon=True)
-        threads = [threading.Thread(target=t, name=n, daemon=True) for t, n in self._helpers()]
-        for thread in (self._control, *threads):
+        watch = threading.Thread(target=self._watch, name="lmres-watch", daemon=True)
+        pulse = threading.Thread(target=self._pulse, name="lmres-pulse", daemon=True)
+        for thread in (self._control, watch, pulse):
             thread.start()
-        if self._attach:
-            parts = [
-                p
-                for p, on in (
-                    ("checkpoint", self.policy.checkpoint.enabled),
-                    ("detection", self.policy.detection.enabled),
-                )
-                if on
-            ]
-            if parts:
-                reason = "not part of this version: after a failure the program starts at its own checkpoint or step 0"
-                self.events.emit("protection_off", 0, adapter="none", parts=parts, reason=reason)
+        self._say_what_is_missing()
+
+    def _say_what_is_missing(self) -> None:
+        """The policy's parts that this version does not have yet: said once, not passed over."""
+        wanted = {"checkpoint": self.policy.checkpoint.enabled, "detection": self.policy.detection.enabled}
+        parts = [name for name, on in wanted.items() if on]
+        if self._attach and parts:
+            reason = "not part of this version: after a failure the program starts at its own checkpoint or step 0"
+            self.events.emit("protection_off", 0, adapter="none", parts=parts, reason=reason)
 
     def next_group(self, restarts_left: int | None) -> Group | End:
         """Blocks until this node is in a formed group, or its end has come. Raises what ended the control thread."""
@@ -178,14 +180,14 @@ class Node:
 
     def verdict(self) -> bool | End:
         """True: torch should come back to ``next_group``, its old workers are gone. An End: leave like this."""
+        if self._crew.unkillable:
+            return self._unkillable_end()
         ended = self._over()
         if ended is not None and ended.exit_code != 0:
             return False if self._crew.alive else ended
         outcome = self._outcome
         if outcome is None or ended is not None or not self._must_stop(outcome) or self._crew.alive:
             return False
-        if self._crew.unkillable:
-            return self._unkillable_end()
         self._crew.open_gate()
         # The charged node's failure is now seen by torch, which spends a restart; elsewhere it costs nothing.
         return not (outcome.charged and self._crew.has_failure)
@@ -214,7 +216,6 @@ class Node:
         self._crew.stop()
         self._control.join(LEAVE_S + 2.0)
         self._crew.join_stop(self.policy.workers.stop_grace_s + CLOSE_S)
-        self._tell_end()
         self.events.emit("agent_left", self._crew.generation, address=self._agent.me.address, reason=self._leave.reason)
         self._crew.close()
         self._guardian.close()
@@ -254,10 +255,7 @@ class Node:
         self._write_context(outcome.plan, group)
         env = self._worker_env(outcome.plan, group)
         os.environ.update(env)
-        self._free_port()
-        if self._marks is not None and self._marks.generation == group.generation:
-            self._marks.formed_ms = now_ms()
-        self._first_steps.clear()
+        self._narrator.formed(group.generation)
         self._crew.begin(group.generation, self._local_world_size, env)
         self._waiting = False
 
@@ -282,9 +280,9 @@ class Node:
             log.warning("the restart context can not be written, workers go on without it: %s", error)
 
     def _reserve_port(self) -> None:
-        """Keeps a free port for the workers' store, so that nobody else is given it in the meantime.
+        """Keeps a free port for the workers' store until the next group, so that nobody else is given it.
 
-        It is bound but does not listen, and with SO_REUSEADDR: rank 0 can bind the same port and listen.
+        It is bound but does not listen, and with SO_REUSEADDR, as rank 0's store is: that can bind it too, and listen.
         """
         self._free_port()
         address = self._agent.me.address
@@ -405,9 +403,6 @@ class Node:
         except psutil.Error:
             return False
 
-    def _helpers(self) -> list[tuple[Any, str]]:
-        return [(self._watch, "lmres-watch"), (self._pulse, "lmres-pulse")]
-
     # -- control thread -----------------------------------------------------------------------------------------------
 
     def _poke(self) -> None:
@@ -416,8 +411,10 @@ class Node:
     def _run(self) -> None:
         try:
             while not self._left.is_set():
-                outcome = self._round()
+                outcome, inputs = self._driver.round()
                 self._apply(outcome)
+                if inputs.leave is not None:
+                    self._left.set()
                 self._sleep(outcome.next_ms / 1000)
         except BaseException as error:
             self._fail(error)
@@ -429,42 +426,6 @@ class Node:
             time.sleep(MIN_ROUND_S)
             while True:
                 self._wake.get_nowait()
-
-    def _round(self) -> Outcome:
-        """One whole round, tried again while the store does not answer. Raises StoreLost when that lasts too long."""
-        outage = _Outage(read_timeout_s=self.options.read_timeout_s, leaving=lambda: self._leave is not None)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(StoreUnavailable),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=min(0.5, self.policy.heartbeat.interval_s)),
-            stop=outage.is_too_long,
-            before_sleep=outage.note,
-            sleep=self._sleep,
-            reraise=True,
-        )
-        try:
-            outcome: Outcome = retrying(self._attempt)
-        except StoreUnavailable as error:
-            raise StoreLost(
-                f"the store at {self.options.endpoint} has been out of reach for {outage.lasted_s():.0f} s: {error}"
-            ) from error
-        outage.over()
-        return outcome
-
-    def _attempt(self) -> Outcome:
-        inputs = self._inputs()
-        steps = self._agent.round(inputs)
-        timeout_ms = max(500, min(2_000, round(self.policy.heartbeat.timeout_s * 400)))
-        try:
-            txn = next(steps)
-            while True:
-                txn = steps.send(self._store.transact(txn, timeout_ms=timeout_ms))
-        except StopIteration as stop:
-            outcome: Outcome = stop.value
-            if inputs.leave is not None:
-                self._left.set()
-            return outcome
-        finally:
-            steps.close()
 
     def _inputs(self) -> Inputs:
         crew = self._crew
@@ -479,22 +440,16 @@ class Node:
             master_port=port.getsockname()[1] if port is not None else 0,
             step=crew.step,
             faults=crew.faults,
-            recovered=self._recovered,
+            recovered=self._narrator.recovered,
             leave=self._leave,
         )
 
     def _apply(self, outcome: Outcome) -> None:
-        for note in outcome.notes:
-            self._tell(note)
-        self._tell_standing(outcome)
-        self._tell_started(outcome)
-        self._mark(outcome)
+        self._narrator.tell(outcome, self._crew)
         if outcome.end is not None and outcome.end.run_over and outcome.end.exit_code == 0:
             self._crew.show_success()
         elif self._must_stop(outcome):
             self._crew.stop(generation=outcome.workers_generation)
-        if outcome.end is not None:
-            self._tell_end(outcome.end)
         with self._changed:
             self._outcome = outcome
             self._changed.notify_all()
@@ -548,167 +503,6 @@ class Node:
             silent_s = self._guardian.take_fenced()
             if silent_s is not None:
                 log.warning("this agent was frozen for %.1f s; its workers were killed in the meantime", silent_s)
-
-    # -- telling ------------------------------------------------------------------------------------------------------
-
-    def _tell(self, note: Note) -> None:
-        fields = dict(note.fields)
-        generation = int(fields.pop("generation", self._agent_generation()))
-        self.events.emit(note.event, generation, **fields)
-        if note.event == "fault_detected":
-            for suspect in (*fields["suspects"], {"node_id": ""}):
-                self._noticed.setdefault((generation, suspect["node_id"]), now_ms())
-            log.warning("fault in generation %d: %s: %s", generation, fields["failure_class"], fields["detail"])
-        elif note.event == "plan_committed":
-            log.info(
-                "plan %s: %s, active %s, standby %s: %s",
-                fields["plan_id"],
-                fields["action"],
-                fields["active"],
-                fields["standby"],
-                fields["reason"],
-            )
-
-    def _agent_generation(self) -> int:
-        head = self._agent.view.head()
-        return head.generation if head is not None else 0
-
-    def _tell_standing(self, outcome: Outcome) -> None:
-        if outcome.standing != self._standing:
-            self._standing = outcome.standing
-            if outcome.standing in ("standby", "quarantined") and self._agent_generation() > 0:
-                reason = outcome.standing if outcome.standing == "standby" else outcome.waiting_for
-                me = self._agent.me
-                self.events.emit("agent_parked", self._agent_generation(), address=me.address, reason=reason)
-                log.info("parked as %s", outcome.standing)
-        shown = f"{outcome.standing}: {outcome.waiting_for}"
-        if shown != self._shown and outcome.standing != "ended":
-            self._shown = shown
-            log.debug("%s", shown)
-
-    def _tell_started(self, outcome: Outcome) -> None:
-        crew, plan, slot = self._crew, outcome.plan, outcome.slot
-        if crew.started_ms is None or plan is None or slot is None or plan.generation != crew.generation:
-            return
-        if self._started_told < crew.generation:
-            self._started_told = crew.generation
-            size, pids = self._local_world_size, crew.pids()
-            self.events.emit(
-                "generation_started",
-                crew.generation,
-                slot=slot,
-                world_size=len(plan.active) * size,
-                ranks=[slot * size + local_rank for local_rank in sorted(pids)],
-                pids=[pids[local_rank] for local_rank in sorted(pids)],
-                resume_step=plan.recovery_step,
-            )
-
-    def _tell_end(self, end: End | None = None) -> None:
-        if self._finished_told or end is None or not end.run_over:
-            return
-        self._finished_told = True
-        outcome = "succeeded" if end.exit_code == 0 else "failed"
-        self.events.emit("run_finished", self._agent_generation(), outcome=outcome, reason=end.reason)
-
-    def _worker_note(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        """Reports of the bootstrap, in the monitor's thread."""
-        kind, generation = message.get("kind"), worker.place.generation
-        if kind == "attached":
-            self.events.emit(
-                "protection_armed",
-                generation,
-                adapter="python",
-                parts=["first_cause", "progress"],
-                reason="attached",
-                rank=worker.place.rank,
-            )
-        elif kind == "first_step" and generation == self._crew.generation:
-            step = message.get("step")
-            self.events.emit("training_resumed", generation, rank=worker.place.rank, step=step)
-            self._first_steps.add(worker.place.local_rank)
-            if len(self._first_steps) == self._local_world_size and self._marks is not None:
-                self._marks.first_step_ms = now_ms()
-                self._poke()
-
-    def _mark(self, outcome: Outcome) -> None:
-        """Keeps the moments of a recovery, and reports it when the new workers have made their first step."""
-        crew, plan = self._crew, outcome.plan
-        if plan is not None and plan.from_generation > 0 and plan.action in ("restart", "replace"):
-            if self._marked_generation < plan.generation:
-                self._report_recovery()
-                self._marked_generation = plan.generation
-                now = now_ms()
-                cause = plan.cause.headline() if plan.cause is not None else plan.reason
-                self._marks = Marks(
-                    generation=plan.generation,
-                    cause=cause,
-                    detect_ms=plan.cause.detect_ms if plan.cause is not None else None,
-                    noticed_ms=self._noticed_ms(plan, now),
-                    planned_ms=now,
-                )
-            if self._marks is not None and crew.generation < plan.generation and crew.stopped_ms is not None:
-                self._marks.stopped_ms = crew.stopped_ms
-        marks = self._marks
-        if marks is not None and crew.generation == marks.generation and crew.started_ms is not None:
-            marks.started_ms = crew.started_ms
-            if marks.first_step_ms is not None or not self._attach:
-                self._report_recovery()
-
-    def _noticed_ms(self, plan: Plan, now: int) -> int:
-        """When this agent first knew of the plan's cause."""
-        blamed = plan.cause.node_id if plan.cause is not None and plan.verdict == "attributed" else ""
-        any_fault = self._noticed.get((plan.from_generation, ""), now)
-        return self._noticed.get((plan.from_generation, blamed), any_fault)
-
-    def _report_recovery(self) -> None:
-        marks, self._marks = self._marks, None
-        if marks is None or marks.started_ms is None:
-            return
-        phases = marks.phases()
-        self.events.emit("recovery_completed", marks.generation, cause=marks.cause, **phases)
-        record = Recovered(generation=marks.generation, node_id=self.node_id, cause=marks.cause, phases=phases)
-        self._recovered = (*self._recovered, record)
-        if phases["total_s"] is not None:
-            log.info("recovered in %.2f s (generation %d)", phases["total_s"], marks.generation)
-
-
-class _Outage:
-    """How long the store has not answered in one round, and when that is too long."""
-
-    def __init__(self, *, read_timeout_s: float, leaving: Any) -> None:
-        self._limit_s = read_timeout_s
-        self._leaving = leaving
-        self._began = time.monotonic()
-        self._leaving_since: float | None = None
-        self._refused_since: float | None = None
-        self._noted = False
-
-    def lasted_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def is_too_long(self, state: tenacity.RetryCallState) -> bool:
-        now = time.monotonic()
-        error = state.outcome.exception() if state.outcome is not None else None
-        if not isinstance(error, StoreRefused):
-            self._refused_since = None
-        elif self._refused_since is None:
-            self._refused_since = now
-        if self._leaving():
-            self._leaving_since = self._leaving_since if self._leaving_since is not None else now
-            if now - self._leaving_since >= LEAVE_S:
-                return True
-        refused = self._refused_since is not None and now - self._refused_since >= min(REFUSED_S, self._limit_s)
-        return refused or now - self._began >= self._limit_s
-
-    def note(self, state: tenacity.RetryCallState) -> None:
-        if not self._noted:
-            self._noted = True
-            error = state.outcome.exception() if state.outcome is not None else None
-            log.warning("the store does not answer (%s); trying again for up to %.0f s", error, self._limit_s)
-
-    def over(self) -> None:
-        if self._noted:
-            log.warning("the store answers again after %.1f s", self.lasted_s())
 
 
 def _policy_text(policy: Policy) -> str:

@@ -12,5 +12,7 @@ class NamesAreOwned(Invariant):
         known = self.oracle.member(member.node_id)
         if known is None or known.incarnation == member.incarnation:
             return
+        if self.oracle.torn_and_silent(known):
+            return
         if self.oracle.is_live(known.node_id, known.incarnation):
             self.fail(f"{member.incarnation} takes the name of {known.incarnation}, which is not gone")

@@ -23,6 +23,8 @@ class NoFalseLoss(Invariant):
             return
         process = self.oracle.process_of(gone.incarnation)
         beat_ms = self.oracle.beat_ms.get(gone.incarnation)
+        if self.world.keys.lease(gone.node_id) in self.oracle.torn:
+            return  # what was written over a heartbeat hides it
         if process is None or not process.alive or process.end_epoch or beat_ms is None:
             return
         s, now_ms = self.world.scenario, self.world.now_ms

@@ -8,9 +8,8 @@ from tests.sim.process import Process
 class NobodyForgotten(Invariant):
     def wiped(self, by: Process | None) -> None:
         for member in self.oracle.of_kind(Member):
-            quiet_ms = self.world.now_ms - self.oracle.beat_ms.get(member.incarnation, 0)
-            if self.world.keys.member(member.node_id) in self.oracle.torn and quiet_ms >= self.world.scenario.timeout_ms * 0.93:
-                continue  # it can not be declared lost by name
+            if self.oracle.torn_and_silent(member):
+                continue
             if self.oracle.is_live(member.node_id, member.incarnation):
                 who = by.name if by is not None else "somebody"
                 self.fail(f"{who} wiped the records while {member.incarnation} was registered")

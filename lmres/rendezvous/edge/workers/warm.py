@@ -148,10 +148,10 @@ class WarmPool:
                 return
             self._closing = True
         self._wake()
-        if self._thread.is_alive():
-            self._thread.join(_JOIN_S)
-        else:
+        if self._thread.ident is None:
             self._end_all()
+        else:
+            self._thread.join(_JOIN_S)
 
     def expect(self, launches: Mapping[int, Launch]) -> None:
         """What will be launched, by local rank, where nothing was launched yet; real launches replace it."""
@@ -309,8 +309,11 @@ class WarmPool:
             return
         around = _surroundings(own_mask=False)
         for spare in spares:
-            launch = launches.get(spare.local_rank)
-            if spare.ready and (launch is None or _unfit(spare, launch, around, own_mask=False) is not None):
+            if not spare.ready:
+                continue
+            reason = _unfit(spare, launches[spare.local_rank], around, idle=False)
+            if reason is not None:
+                log.debug("warm worker %s is replaced: %s", spare.child.pid, reason)
                 self._drop(spare)
         with self._lock:
             missing = sorted(launches.keys() - {spare.local_rank for spare in self._spares})
@@ -503,8 +506,8 @@ def names_of_report(message: Mapping[str, Any]) -> tuple[str, ...]:
 # -- whether a process fits --------------------------------------------------------------------------------------------
 
 
-def _unfit(spare: _Spare, launch: Launch, around: tuple[Any, ...], *, own_mask: bool = True) -> str | None:
-    """Why ``spare`` must not become the worker of ``launch``; None: it may."""
+def _unfit(spare: _Spare, launch: Launch, around: tuple[Any, ...], *, idle: bool = True) -> str | None:
+    """Why ``spare`` must not become the worker of ``launch``; None: it may. ``idle`` False: not now, but later."""
     if spare.launch.args != launch.args:
         return "the command has changed"
     reason = difference(spare.launch.env, launch.env, spare.read, spare.listed)
@@ -512,11 +515,11 @@ def _unfit(spare: _Spare, launch: Launch, around: tuple[Any, ...], *, own_mask: 
         return reason
     if spare.launch.kinds != launch.kinds:
         return "its standard streams are of another kind"
-    skip = 0 if own_mask else 1
+    skip = 0 if idle else 1  # the signal mask is the starting thread's, and will be compared then
     if spare.around[skip:] != around[skip:]:
         return "the agent's own surroundings (folder, limits, masks) have changed"
     process = read_process(spare.child.pid)
-    if process is None or process.state != "S":
+    if idle and (process is None or process.state not in "SR"):  # just ready, it may be on its way to the wait
         return f"the warm process is not waiting (state {process.state if process is not None else 'gone'})"
     for path, stamp in spare.files:
         if file_stamp(path) != stamp:

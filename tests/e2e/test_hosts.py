@@ -1,0 +1,72 @@
+"""Agents on hosts of their own: addresses, a pulled cable, the store's host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.cluster import cluster, wait_until
+from tests.e2e.hosts import hosts
+
+GLOO = {"GLOO_SOCKET_IFNAME": "eth0"}  # all hosts here have one name, so gloo can not choose by it
+POLICY = "heartbeat: {interval_s: 0.3, timeout_s: 2.0}\n"
+
+
+def test_a_cut_off_host_is_replaced_and_ends_with_75(tmp_path: Path) -> None:
+    with (
+        hosts("h1", "h2", "h3") as net,
+        cluster(tmp_path, endpoint=f"{net.address('h1')}:29411", policy=POLICY, env={"STEPS": "60", **GLOO}) as c,
+    ):
+        conf = {"read_timeout": "6"}
+        nodes = []
+        for name in ("h1", "h2"):
+            nodes.append(c.start(name, prefix=net.prefix(name), conf=conf))
+            nodes[-1].wait_event("agent_joined")
+        for node in nodes:
+            node.wait_event("generation_started", generation=1)
+        nodes.append(c.start("h3", prefix=net.prefix("h3"), conf=conf))
+        nodes[2].wait_event("agent_parked")
+        a, b, s = nodes
+        assert b.events("agent_joined")[0]["address"] == net.address("h2")
+        a.wait_step(3)
+        net.cut("h2")
+        plan = a.wait_event("plan_committed", generation=2)
+        assert (plan["failure_class"], plan["active"]) == ("node_lost", {"0": "h1", "1": "h3"})
+        worker = b.worker_pids(1)[0]
+        assert b.wait_exit(60) == 75
+        assert not psutil.pid_exists(worker)
+        assert [a.wait_exit(), s.wait_exit()] == [0, 0]
+
+
+def test_a_short_cut_of_the_cable_is_forgiven(tmp_path: Path) -> None:
+    with (
+        hosts("h1", "h2") as net,
+        cluster(tmp_path, endpoint=f"{net.address('h1')}:29411", nnodes="2:2", env={"STEPS": "80", **GLOO}) as c,
+    ):
+        a = c.start("h1", prefix=net.prefix("h1"))
+        a.wait_event("agent_joined")
+        b = c.start("h2", prefix=net.prefix("h2"))
+        a.wait_step(3)
+        net.cut("h2")
+        wait_until("the agent notices", lambda: "does not answer" in b.log, 20)
+        net.mend("h2")
+        assert [a.wait_exit(), b.wait_exit()] == [0, 0]
+
+
+def test_the_stores_host_is_lost(tmp_path: Path) -> None:
+    with (
+        hosts("h1", "h2", "h3") as net,
+        cluster(tmp_path, endpoint=f"{net.address('h3')}:29411", policy=POLICY, env={"STEPS": "3000"}) as c,
+    ):
+        conf = {"read_timeout": "6"}
+        # The standby's host carries the store: a node outside of the group.
+        s = c.start("h3", prefix=net.prefix("h3"), conf={**conf, "failure_domain": "rack"})
+        s.wait_event("agent_joined")
+        a = c.start("h1", prefix=net.prefix("h1"), conf={**conf, "is_host": "false"})
+        a.wait_event("agent_joined")
+        a.wait_event("generation_started", generation=1)
+        b = c.start("h2", prefix=net.prefix("h2"), conf=conf)
+        b.wait_event("agent_parked")
+        net.cut("h3")
+        assert [a.wait_exit(60), b.wait_exit(60)] == [75, 75]
