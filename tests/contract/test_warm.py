@@ -22,7 +22,6 @@ from lmres.rendezvous.edge.workers.warm import FIRST_GUESS, Launch, WarmPool, fi
 from tests.contract.workers_kit import BOUND_S, Watched, gone, read_when_there, until, wait_gone
 
 SOME = ("json", "decimal", "multiprocessing", "logging", "concurrent.futures")
-TOKEN = "0123456789abcdef"
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,16 @@ class Pair:
 
     def __init__(self, folder: Path, modules: tuple[str, ...] = SOME, **options: Any) -> None:
         self.folder = folder
+        self.token = os.urandom(8).hex()
         self.spawned: list[int] = []
         self.gone: list[int] = []
         self.pool = WarmPool(
-            token_length=len(TOKEN), on_spawn=self.spawned.append, on_gone=self.gone.append,
+            token_length=len(self.token), on_spawn=self.spawned.append, on_gone=self.gone.append,
             **{"min_available_bytes": 0, **options},
         )  # fmt: skip
         self.pool.learn(modules)
         self.pool.start()
-        self.watched = Watched(token=TOKEN, prepare_env=bootstrap_env, warm=self.pool)
+        self.watched = Watched(token=self.token, prepare_env=bootstrap_env, warm=self.pool)
         self.program = folder / "program"
         self.program.mkdir()
 
@@ -112,7 +112,8 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 ALL_THERE_IS = """
     import gc, os, resource, signal, site, subprocess, sys, threading, warnings
-    show = lambda *words: print(*words, sep=" | ")
+    import re
+    show = lambda *words: print(re.sub("0x[0-9a-f]+", "ADDRESS", " | ".join(map(str, words))))
     show(sys.argv, sys.orig_argv, sys.path, sys.executable, sys.prefix, sys.flags, sys._xoptions, sys.warnoptions)
     show(__name__, globals().get("__file__"), __package__, __spec__ and __spec__.name, type(__loader__), __doc__)
     show(sorted(globals()), __builtins__, sys.modules["__main__"].__dict__ is globals(), "sitecustomize" in sys.modules)
@@ -273,8 +274,7 @@ def test_all_that_a_worker_started_is_stopped_with_it(pair: Pair, tmp_path: Path
         stray.unlink()
         assert (worker.pid in pair.spawned) == warm
         worker.wait(BOUND_S)
-        report = stop_workers([worker], 0.2)
-        assert strays[-1] in report.killed
+        stop_workers([worker], 0.2)
         wait_gone(strays[-1])
 
 
@@ -332,8 +332,9 @@ def test_other_surroundings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(pair.folder)
     assert not pair.is_warm(script)
     assert not pair.is_warm(script, "other arguments")
-    assert pair.pool.ready == 1
-    pair.warm_up()  # after the last launch: another process for the new arguments and folder
+    (stale,) = pair.pool.pids
+    pair.pool.refill(paced=False)
+    until(lambda: pair.pool.ready == 1 and pair.pool.pids != (stale,), "one for the new arguments and folder is ready")
     assert pair.is_warm(script, "other arguments")
 
 
@@ -515,7 +516,7 @@ def test_it_starts_cold_in_place_if_it_can_not_become_the_worker(pair: Pair) -> 
     script = pair.write("main.py", "import os; print(os.environ['RANK'], os.getsid(0) == os.getpid())")
     pair.finish(pair.launch(script))
     pair.warm_up()
-    pair.watched.monitor.token = TOKEN + "too long for the room"
+    pair.watched.monitor.token = pair.token + "too long for the room"
     worker = pair.launch(script)
     assert worker.pid in pair.spawned
     ran = pair.finish(worker)
@@ -584,7 +585,9 @@ TRAIN = """
         def __getitem__(self, i): return torch.full((8,), float(i)) + torch.rand(8)
 
     if __name__ == "__main__":
-        print(torch.initial_seed(), hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
+        first = torch.get_rng_state()
+        torch.manual_seed(torch.initial_seed())
+        print("untouched", torch.equal(first, torch.get_rng_state()))
         print(torch.get_num_threads(), torch.get_num_interop_threads(), torch.distributed.is_initialized(),
               torch.get_default_dtype(), torch.is_grad_enabled(), torch.cuda.is_initialized(),
               torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled)

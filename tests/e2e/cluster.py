@@ -84,7 +84,12 @@ class Node:
 
     def wait_step(self, step: int, timeout_s: float = BOUND_S) -> None:
         """Until rank 0, if it is here, has printed this step."""
-        wait_until(f"step {step} of {self.name}", lambda: f"step {step}\n" in self.log, timeout_s)
+        words = f"step {step}"
+        wait_until(
+            f"{words} of {self.name}",
+            lambda: any(line == words or line.startswith(f"{words} ") for line in self.log.splitlines()),
+            timeout_s,
+        )
 
     def wait_exit(self, timeout_s: float = BOUND_S) -> int:
         try:

@@ -158,7 +158,7 @@ class Warmed:
             "listed": self._environ.listed,
             "by": self._environ.first,
             "files": self._files(),
-            "tops": sorted({name.partition(".")[0] for name in list(sys.modules)}),
+            "tops": sorted({name.partition(".")[0] for name in list(sys.modules)} - {"lmres", "__main__"}),
             "modules": len(sys.modules),
         }
 

@@ -39,7 +39,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            print(f"step {step}", flush=True)
+            print(f"step {step}", *([time.time()] if "STAMP" in os.environ else []), flush=True)
         time.sleep(STEP_S)
     time.sleep(float(os.environ.get("LAST_S", "0")) * rank)
     if fault("LATE", STEPS):

@@ -128,6 +128,7 @@ class WarmPool:
         self._tries_left = 0
         self._pace = PACE
         self._wanted = False
+        self._to_check = False
         self._stopped: str | None = None
         self._closing = False
         self._said: dict[str, str] = {}
@@ -178,7 +179,7 @@ class WarmPool:
         """Bring the pool to one fresh process for each local rank. To be called when training goes on (or, on a
         standby, at once and not ``paced``)."""
         with self._lock:
-            self._wanted = True
+            self._wanted = self._to_check = True
             self._pace = PACE if paced else 0.0
             self._tries_left = _TRIES + max(1, len(self._launches))
         self._wake()
@@ -221,9 +222,9 @@ class WarmPool:
                 self._launches[place.local_rank] = launch
                 self._wanted = False  # what is still importing now would compete with the start
             spare = self._choose(launch, place.local_rank)
-            if spare is None:
-                return None
-            worker = self._hand_over(spare, launch, streams, place=place, token=token, gate=gate)
+            worker = None
+            if spare is not None:
+                worker = self._hand_over(spare, launch, streams, place=place, token=token, gate=gate)
         except Exception:
             log.exception("the warm pool failed; the worker starts cold")
             return None
@@ -307,14 +308,13 @@ class WarmPool:
                 if not spare.ready:
                     self._drop(spare)
             return
-        around = _surroundings(own_mask=False)
-        for spare in spares:
-            if not spare.ready:
-                continue
-            reason = _unfit(spare, launches[spare.local_rank], around, idle=False)
-            if reason is not None:
-                log.debug("warm worker %s is replaced: %s", spare.child.pid, reason)
-                self._drop(spare)
+        if self._to_check:
+            self._to_check = False
+            for spare in spares:
+                reason = self._changed_since(spare) if spare.ready else None
+                if reason is not None:
+                    log.debug("warm worker %s is replaced: %s", spare.child.pid, reason)
+                    self._drop(spare)
         with self._lock:
             missing = sorted(launches.keys() - {spare.local_rank for spare in self._spares})
             busy = sum(not spare.ready for spare in self._spares)
@@ -421,9 +421,21 @@ class WarmPool:
         spare.by = message["by"]
         spare.tops = frozenset(message["tops"])
         spare.files = tuple((path, stamp) for path, *stamp in message["files"])
+        reason = self._changed_since(spare)
+        if reason is not None:  # another one would fare no better
+            self._drop(spare)
+            self._wanted = False
+            self._say("spawn", f"no warm workers for now: {reason}")
+            return
         with self._lock:
             spare.ready = True
         log.debug("warm worker %s is ready, %s modules", spare.child.pid, message["modules"])
+
+    def _changed_since(self, spare: _Spare) -> str | None:
+        """Why ``spare`` does not fit what is launched now."""
+        with self._lock:
+            launch = self._launches[spare.local_rank]
+        return _unfit(spare, launch, _surroundings(own_mask=False), idle=False)
 
     def _exclude(self, name: str | None, reason: str) -> None:
         if name is None or len(self._excluded) >= _MAX_EXCLUDED:
