@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -18,7 +19,8 @@ import pytest
 from lmres.adapters.bootstrap import bootstrap_env
 from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.edge.workers.stop import stop_workers
-from lmres.rendezvous.edge.workers.warm import FIRST_GUESS, Launch, WarmPool, file_kind, names_of_report
+from lmres.rendezvous.edge.workers.warm import FIRST_GUESS, WarmPool, names_of_report
+from lmres.rendezvous.edge.workers.warm_fit import FILE, Launch
 from tests.contract.workers_kit import BOUND_S, Watched, gone, read_when_there, until, wait_gone
 
 SOME = ("json", "decimal", "multiprocessing", "logging", "concurrent.futures")
@@ -317,7 +319,7 @@ def test_another_environment(pair: Pair, change: dict[str, str], warm: bool) -> 
     script = pair.write("main.py", "import os; print(sorted(os.environ.items()))")
     pair.finish(pair.launch(script))
     pair.warm_up()
-    assert pair.is_warm(script, env=change) == warm
+    assert pair.is_warm(script, env=change) == warm, pair.pool._said
 
 
 def test_other_surroundings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +334,7 @@ def test_other_surroundings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(pair.folder)
     assert not pair.is_warm(script)
     assert not pair.is_warm(script, "other arguments")
+    assert pair.pool.ready == 1, pair.pool._said
     (stale,) = pair.pool.pids
     pair.pool.refill(paced=False)
     until(lambda: pair.pool.ready == 1 and pair.pool.pids != (stale,), "one for the new arguments and folder is ready")
@@ -374,8 +377,10 @@ def test_a_package_that_has_changed(tmp_path: Path) -> None:
         pair.finish(pair.launch(script))
         pair.warm_up()
         spare = pair.pool._spares[0]
-        path, stamp = spare.files[0]
-        spare.files = ((path, [stamp[0] - 1, *stamp[1:]]), *spare.files[1:])
+        assert spare.imports is not None
+        path, stamp = spare.imports.files[0]
+        older = (path, [stamp[0] - 1, *stamp[1:]])
+        spare.imports = dataclasses.replace(spare.imports, files=(older, *spare.imports.files[1:]))
         assert not pair.is_warm(script)
         until(lambda: pair.pool.ready == 1, "it stays")
         pair.warm_up()
@@ -528,7 +533,7 @@ def test_it_starts_cold_in_place_if_it_can_not_become_the_worker(pair: Pair) -> 
 def test_a_standby_that_has_not_run_the_program(pair: Pair) -> None:
     script = pair.write("main.py", "import os; print(os.environ['RANK'])")
     env = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}
-    launch = Launch(args=(sys.executable, "-u", script), env=bootstrap_env(env), kinds=(file_kind(), file_kind()))
+    launch = Launch(args=(sys.executable, "-u", script), env=bootstrap_env(env), kinds=(FILE, FILE))
     pair.pool.expect({0: launch, 1: launch})
     pair.warm_up(2)
     worker = pair.launch(script, env={"RANK": "3", "MASTER_PORT": "5", "LMRES_SLOT": "3"})

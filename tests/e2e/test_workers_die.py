@@ -113,3 +113,12 @@ def test_several_workers_on_a_node_and_their_grandchildren(tmp_path: Path) -> No
         assert (started["ranks"], started["world_size"]) == ([0, 1], 4)
         assert [a.wait_exit(), b.wait_exit()] == [0, 0]
         wait_until("grandchildren gone", lambda: not c.leftovers(), 10)
+
+
+def test_a_node_put_aside_may_end_with_69(tmp_path: Path) -> None:
+    policy = "recovery: {node_strikes: 1, quarantined: exit}\n"
+    with cluster(tmp_path, policy=policy, env={"STEPS": "20", "PLANT_EXIT": "1:5"}) as c:
+        a, b, s = c.form("a", "b", "c")
+        assert b.wait_exit() == 69
+        assert [a.wait_exit(), s.wait_exit()] == [0, 0]
+        assert a.events("plan_committed")[1]["quarantined"] == ["b"]

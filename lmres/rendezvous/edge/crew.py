@@ -48,13 +48,18 @@ class Crew:
         on_change: Callable[[], None],
         on_note: Callable[[WorkerProcess, dict[str, Any]], None],
         on_error: Callable[[BaseException], None],
+        on_start: Callable[[], None],
     ) -> None:
-        """``attach``: the bootstrap goes into the workers. ``on_note`` gets the workers' own reports."""
+        """``attach``: the bootstrap goes into the workers. ``on_note`` gets the workers' own reports.
+
+        ``on_start`` is called in torch's main thread when a worker has been started.
+        """
         self._me = me
         self._grace_s = grace_s
         self._guardian = guardian
         self._on_change = on_change
         self._on_note = on_note
+        self._on_start = on_start
         self._lock = threading.Lock()
         self.monitor = WorkerMonitor(
             token=token,
@@ -188,6 +193,7 @@ class Crew:
 
     def _started(self, worker: WorkerProcess) -> None:
         self._guardian.register(worker.pid)
+        self._on_start()
         if len(self.monitor.workers(self.generation)) == self._expected:
             self.started_ms = now_ms()
             self._on_change()

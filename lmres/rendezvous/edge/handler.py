@@ -98,7 +98,6 @@ class LmresHandler(RendezvousHandler):  # type: ignore[misc]
     def num_nodes_waiting(self) -> int:
         if self._node is None:
             return 0
-        torch_agent.install_signal_handlers(self._on_signal)  # torch's own have replaced ours at the workers' start
         verdict = self._node.verdict()
         if isinstance(verdict, End):
             self._end(verdict)
@@ -121,6 +120,8 @@ class LmresHandler(RendezvousHandler):  # type: ignore[misc]
                 local_world_size=int(getattr(spec, "local_world_size", 1)),
                 role=str(getattr(spec, "role", "default_role")),
                 event_handler=str(getattr(spec, "event_log_handler", None) or "null"),
+                # torch has just put its own signal handlers over ours.
+                on_worker_start=lambda: torch_agent.install_signal_handlers(self._on_signal),
             )
         return self._node
 

@@ -82,13 +82,15 @@ class Narrator:
         return head.generation if head is not None else 0
 
     def _tell_standing(self, outcome: Outcome) -> None:
-        if outcome.standing != self._standing:
-            self._standing = outcome.standing
-            if outcome.standing in ("standby", "quarantined") and self._agent_generation() > 0:
-                reason = outcome.standing if outcome.standing == "standby" else outcome.waiting_for
+        # Before the first plan nobody is parked yet: any of those waiting may become active.
+        standing = outcome.standing if self._agent_generation() > 0 else "joining"
+        if standing != self._standing:
+            self._standing = standing
+            if standing in ("standby", "quarantined"):
+                reason = standing if standing == "standby" else outcome.waiting_for
                 me = self._agent.me
                 self._events.emit("agent_parked", self._agent_generation(), address=me.address, reason=reason)
-                log.info("parked as %s", outcome.standing)
+                log.info("parked as %s", standing)
         shown = f"{outcome.standing}: {outcome.waiting_for}"
         if shown != self._shown and outcome.standing != "ended":
             self._shown = shown

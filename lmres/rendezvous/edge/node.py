@@ -21,6 +21,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ class Node:
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
-    def start(self, *, local_world_size: int, role: str, event_handler: str) -> None:
+    def start(
+        self, *, local_world_size: int, role: str, event_handler: str, on_worker_start: Callable[[], None]
+    ) -> None:
         """Connects to the store and starts the threads. Raises ConfigError or StoreLost."""
         self.events.destination = event_handler
         self._local_world_size = local_world_size
@@ -141,6 +144,7 @@ class Node:
             on_change=self._poke,
             on_note=self._narrator.worker_note,
             on_error=self._fail,
+            on_start=on_worker_start,
         )
         self._guardian.start()
         self._crew.start()

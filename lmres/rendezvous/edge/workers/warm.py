@@ -23,36 +23,37 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import selectors
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
 import time
-import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from lmres.adapters.bootstrap import ONPATH
-from lmres.adapters.bootstrap.warm_main import (
-    ALL_NAMES,
-    FD_VARIABLE,
-    LENGTH,
-    MARK_VARIABLE,
-    MAX_MESSAGE_BYTES,
-    file_stamp,
-)
+from lmres.adapters.bootstrap.warm_main import ALL_NAMES, FD_VARIABLE, LENGTH, MARK_VARIABLE, MAX_MESSAGE_BYTES
 from lmres.rendezvous.edge.workers.process import Gate, Link, WorkerPlace, WorkerProcess, start_tied
 from lmres.rendezvous.edge.workers.proctree import TOKEN_VARIABLE, read_process
-from lmres.rendezvous.edge.workers.warm_command import Program, Refused, difference, environment_refused, parse
+from lmres.rendezvous.edge.workers.warm_command import Refused, environment_refused, parse
+from lmres.rendezvous.edge.workers.warm_fit import (
+    Imports,
+    Launch,
+    Start,
+    available_bytes,
+    can_be_made,
+    descriptor_of,
+    kinds_of,
+    memory_of,
+    streams_like,
+    surroundings,
+    unfit,
+)
 
 log = logging.getLogger("lmres")
 
@@ -71,17 +72,6 @@ _MAX_EXCLUDED = 12
 _TRIES = 3
 _HAND_OVER_S = 0.25
 _JOIN_S = 5.0
-_MAX_FOLDER_ENTRIES = 20_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How torch starts, or will start, the worker of a local rank. ``env`` is the worker's, the bootstrap's folder
-    first in PYTHONPATH. ``kinds``: of standard output and error."""
-
-    args: tuple[str, ...]
-    env: Mapping[str, str]
-    kinds: tuple[Any, Any]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -91,15 +81,13 @@ class _Spare:
     child: subprocess.Popen[bytes]
     channel: socket.socket
     local_rank: int
-    launch: Launch
-    around: tuple[Any, ...]
+    start: Start
     data: bytes = b""
-    ready: bool = False
-    read: frozenset[str] = frozenset()
-    listed: bool = False
-    tops: frozenset[str] = frozenset()
-    files: tuple[tuple[str, list[int]], ...] = ()
-    by: Mapping[str, str] = field(default_factory=dict)
+    imports: Imports | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.imports is not None
 
 
 class WarmPool:
@@ -197,7 +185,7 @@ class WarmPool:
 
     def memory_bytes(self) -> int:
         """What the processes of the pool take, shared pages divided among their users."""
-        return sum(map(_memory_of, self.pids))
+        return sum(map(memory_of, self.pids))
 
     # -- a launch -----------------------------------------------------------------------------------------------------
 
@@ -216,8 +204,8 @@ class WarmPool:
         if not self._thread.is_alive() or self._closing:
             return None
         try:
-            streams = (_descriptor(stdout, 1), _descriptor(stderr, 2))
-            launch = Launch(args=tuple(args), env=dict(env), kinds=_kinds(streams))
+            streams = (descriptor_of(stdout, 1), descriptor_of(stderr, 2))
+            launch = Launch(args=tuple(args), env=dict(env), kinds=kinds_of(streams))
             with self._lock:
                 self._launches[place.local_rank] = launch
                 self._wanted = False  # what is still importing now would compete with the start
@@ -233,17 +221,17 @@ class WarmPool:
 
     def _choose(self, launch: Launch, local_rank: int) -> _Spare | None:
         """Take the first process that fits out of the pool; the one made for this rank is asked first."""
-        around = _surroundings()
+        now = surroundings(mask=True)
         reason = "no process was ready"
         with self._lock:
             for spare in sorted(self._spares, key=lambda spare: spare.local_rank != local_rank):
-                if not spare.ready:
+                if spare.imports is None:
                     continue
-                unfit = _unfit(spare, launch, around)
-                if unfit is None:
+                found = unfit(spare.start, spare.imports, launch, now) or _not_waiting(spare)
+                if found is None:
                     self._spares.remove(spare)
                     return spare
-                reason = unfit
+                reason = found
         self._say("launch", f"a worker starts cold: {reason}")
         return None
 
@@ -337,7 +325,7 @@ class WarmPool:
             ours.setblocking(False)
             env = {**launch.env, FD_VARIABLE: str(theirs.fileno()), MARK_VARIABLE: "-" * self._token_length}
             env["PYTHONPATH"] = _ONPATH_WARM + launch.env["PYTHONPATH"].removeprefix(ONPATH)
-            with _streams_like(launch.kinds) as (stdout, stderr):
+            with streams_like(launch.kinds) as (stdout, stderr):
                 child = start_tied(launch.args, env, stdout=stdout, stderr=stderr, pass_fds=(theirs.fileno(),))
         except OSError as error:
             ours.close()
@@ -345,9 +333,8 @@ class WarmPool:
             return
         finally:
             theirs.close()
-        spare = _Spare(
-            child=child, channel=ours, local_rank=local_rank, launch=launch, around=_surroundings(own_mask=True)
-        )
+        start = Start(launch=launch, around=surroundings(mask=True))
+        spare = _Spare(child=child, channel=ours, local_rank=local_rank, start=start)
         with self._lock:
             self._spares.append(spare)
             names = [name for name in self._modules if not self._is_excluded(name)]
@@ -363,8 +350,8 @@ class WarmPool:
             return program.reason
         if launch.env.get("PYTHONPATH", "").split(os.pathsep)[0] != ONPATH:
             return "nothing is attached inside the workers"
-        if None in launch.kinds:
-            return "a standard stream of the workers is closed"
+        if not all(map(can_be_made, launch.kinds)):
+            return "a standard stream of the workers is closed or of an unknown kind"
         if self._tries_left <= 0:
             return "the processes ended too often"
         if self._is_excluded("torch"):
@@ -406,36 +393,32 @@ class WarmPool:
             self._drop(spare)
             self._stop("the interpreter is started through another process")
             return
-        read = frozenset(message["read"])
-        unknown = _missing_identity(spare.launch)
-        changing = sorted(name for name in read if name in _CHANGES_ALWAYS or name in unknown)
-        if message["listed"] and unknown:
+        imports = Imports.from_message(message)
+        unknown = [name for name in _IDENTITY if name not in spare.start.launch.env]  # this node has not run yet
+        changing = sorted(name for name in imports.read if name in _CHANGES_ALWAYS or name in unknown)
+        if imports.listed and unknown:
             changing.append(ALL_NAMES)
         if changing:
             self._drop(spare)
-            blamed = message["by"].get(changing[0]) or None
+            blamed = imports.by.get(changing[0]) or None
             self._exclude(blamed, f"import {blamed} looks at {changing[0]}, which is not known beforehand")
             return
-        spare.read = read
-        spare.listed = bool(message["listed"])
-        spare.by = message["by"]
-        spare.tops = frozenset(message["tops"])
-        spare.files = tuple((path, stamp) for path, *stamp in message["files"])
+        with self._lock:
+            spare.imports = imports
         reason = self._changed_since(spare)
         if reason is not None:  # another one would fare no better
             self._drop(spare)
             self._wanted = False
             self._say("spawn", f"no warm workers for now: {reason}")
             return
-        with self._lock:
-            spare.ready = True
         log.debug("warm worker %s is ready, %s modules", spare.child.pid, message["modules"])
 
     def _changed_since(self, spare: _Spare) -> str | None:
         """Why ``spare`` does not fit what is launched now."""
         with self._lock:
             launch = self._launches[spare.local_rank]
-        return _unfit(spare, launch, _surroundings(own_mask=False), idle=False)
+        assert spare.imports is not None
+        return unfit(spare.start, spare.imports, launch, surroundings(mask=False))
 
     def _exclude(self, name: str | None, reason: str) -> None:
         if name is None or len(self._excluded) >= _MAX_EXCLUDED:
@@ -499,9 +482,11 @@ _CHANGES_ALWAYS = frozenset(
 _IDENTITY = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "LMRES_SLOT")
 
 
-def _missing_identity(launch: Launch) -> Collection[str]:
-    """On a node that has not run yet its place is not known."""
-    return [name for name in _IDENTITY if name not in launch.env]
+def _not_waiting(spare: _Spare) -> str | None:
+    process = read_process(spare.child.pid)
+    if process is not None and process.state in "SR":  # just ready, it may still be on its way to the wait
+        return None
+    return f"the warm process is not waiting (state {process.state if process is not None else 'gone'})"
 
 
 def names_of_report(message: Mapping[str, Any]) -> tuple[str, ...]:
@@ -515,169 +500,7 @@ def names_of_report(message: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in names if all(part.isidentifier() for part in name.split(".")))
 
 
-# -- whether a process fits --------------------------------------------------------------------------------------------
-
-
-def _unfit(spare: _Spare, launch: Launch, around: tuple[Any, ...], *, idle: bool = True) -> str | None:
-    """Why ``spare`` must not become the worker of ``launch``; None: it may. ``idle`` False: not now, but later."""
-    if spare.launch.args != launch.args:
-        return "the command has changed"
-    reason = difference(spare.launch.env, launch.env, spare.read, spare.listed)
-    if reason is not None:
-        return reason
-    if spare.launch.kinds != launch.kinds:
-        return "its standard streams are of another kind"
-    skip = 0 if idle else 1  # the signal mask is the starting thread's, and will be compared then
-    if spare.around[skip:] != around[skip:]:
-        return "the agent's own surroundings (folder, limits, masks) have changed"
-    process = read_process(spare.child.pid)
-    if idle and (process is None or process.state not in "SR"):  # just ready, it may be on its way to the wait
-        return f"the warm process is not waiting (state {process.state if process is not None else 'gone'})"
-    for path, stamp in spare.files:
-        if file_stamp(path) != stamp:
-            return f"{path} has changed since it was imported"
-    return _shadow(launch, spare.tops)
-
-
-def _shadow(launch: Launch, tops: Collection[str]) -> str | None:
-    program = parse(launch.args, {launch.args[0]})
-    if isinstance(program, Refused):
-        return program.reason
-    entries = launch.env.get("PYTHONPATH", "").split(os.pathsep)[1:]
-    folders = {os.path.abspath(entry) for entry in entries if entry}  # noqa: PTH100
-    folders |= _program_folders(program)
-    for folder in sorted(folders):
-        try:
-            with os.scandir(folder) as listing:
-                for index, entry in enumerate(listing):
-                    if index >= _MAX_FOLDER_ENTRIES:
-                        return f"{folder} has too many files to look for modules"
-                    stem, dot, suffix = entry.name.partition(".")
-                    if stem in tops and _imports_as(entry, bool(dot), suffix):
-                        return f"{entry.path} has the name of an installed module"
-        except OSError:
-            if folder != program.script and not Path(folder).exists():
-                continue  # nothing can be imported from it
-            return f"{folder} can not be looked through"
-    return None
-
-
-def _program_folders(program: Program) -> set[str]:
-    """Where ``sys.path[0]`` will be, links followed or not."""
-    if program.script is None:
-        return {os.getcwd()}  # noqa: PTH109
-    script = os.path.abspath(program.script)  # noqa: PTH100
-    if os.path.isdir(script) or zipfile.is_zipfile(script):  # noqa: PTH112
-        return {script}
-    return {os.path.dirname(script), os.path.dirname(os.path.realpath(script))}  # noqa: PTH120
-
-
-def _imports_as(entry: os.DirEntry[str], dotted: bool, suffix: str) -> bool:
-    if dotted:
-        return suffix in ("py", "pyc") or suffix.endswith("so")
-    try:
-        return any(name.startswith("__init__.") for name in os.listdir(entry.path))  # noqa: PTH208
-    except OSError:
-        return False
-
-
-def _surroundings(own_mask: bool = True) -> tuple[Any, ...]:
-    """What a child gets from the agent, or from the thread that starts it, apart from what ``Popen`` is told."""
-    mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())) if own_mask else None
-    with open("/proc/thread-self/status") as file:
-        lines = {line.partition(":")[0]: line.strip() for line in file}
-    ignored = frozenset(number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN)
-    return (
-        mask,
-        ignored,
-        os.getcwd(),  # noqa: PTH109
-        tuple(
-            lines.get(name)
-            for name in (
-                "Umask",
-                "Uid",
-                "Gid",
-                "Groups",
-                "CapPrm",
-                "CapBnd",
-                "CapAmb",
-                "NoNewPrivs",
-                "Seccomp",
-                "Cpus_allowed",
-                "Mems_allowed",
-            )
-        ),  # fmt: skip
-        tuple(resource.getrlimit(number) for number in _LIMITS),
-        (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)),
-        tuple(_read(f"/proc/self/{name}") for name in ("cgroup", "oom_score_adj", "timerslack_ns")),
-        _kind(0),
-    )
-
-
-_LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-# -- streams -----------------------------------------------------------------------------------------------------------
-
-
-def _descriptor(stream: IO[Any] | int | None, inherited: int) -> int:
-    if stream is None:
-        return inherited
-    return stream if isinstance(stream, int) else stream.fileno()
-
-
-def _kinds(streams: tuple[int, int]) -> tuple[Any, Any]:
-    return _kind(streams[0], inherited=1), _kind(streams[1], inherited=2)
-
-
-def _kind(descriptor: int, inherited: int | None = None) -> Any:
-    """What an interpreter notices of a stream when it starts; an inherited one is also the very same. None: closed."""
-    try:
-        found = os.fstat(descriptor)
-    except OSError:
-        return None
-    if inherited is None or descriptor == inherited:
-        return ("inherited", found.st_mode, found.st_dev, found.st_ino)
-    return ("file",) if stat.S_ISREG(found.st_mode) else ("other", found.st_mode, found.st_dev, found.st_ino)
-
-
-def file_kind() -> Any:
-    """The kind of a stream that torch redirects into a file (``--redirects``, ``--tee``)."""
-    return ("file",)
-
-
-def inherited_kinds() -> tuple[Any, Any]:
-    """The kinds of the streams that a worker shares with its agent."""
-    return _kinds((1, 2))
-
-
-@contextlib.contextmanager
-def _streams_like(kinds: tuple[Any, Any]) -> Any:
-    """Descriptors of these kinds for the interpreter to start with; None: inherit."""
-    made: list[int | None] = []
-    try:
-        for kind in kinds:
-            if kind == ("file",):
-                made.append(os.memfd_create("lmres-warm", os.MFD_CLOEXEC))
-            elif kind[0] == "inherited":
-                made.append(None)
-            else:
-                raise OSError(f"a standard stream of an unknown kind: {kind}")
-        yield made
-    finally:
-        for descriptor in made:
-            if descriptor is not None:
-                os.close(descriptor)
-
-
-# -- messages and memory -----------------------------------------------------------------------------------------------
+# -- messages -----------------------------------------------------------------------------------------------
 
 
 def _send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
@@ -702,25 +525,3 @@ def _send(channel: socket.socket, message: Mapping[str, Any], descriptors: Seque
             continue
         rest = rest[sent:]
     return True
-
-
-def available_bytes() -> int:
-    """Memory that can still be used, by the host and by this process's control group."""
-    available = int(psutil.virtual_memory().available)
-    for line in _read("/proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            folder = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-            limit, used = _read(str(folder / "memory.max")).strip(), _read(str(folder / "memory.current")).strip()
-            if limit.isdigit() and used.isdigit():
-                stats = dict(entry.split() for entry in _read(str(folder / "memory.stat")).splitlines())
-                available = min(available, int(limit) - int(used) + int(stats.get("inactive_file", 0)))
-    return available
-
-
-def _memory_of(pid: int) -> int:
-    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    with contextlib.suppress(psutil.Error):
-        return int(psutil.Process(pid).memory_info().rss)
-    return 0
