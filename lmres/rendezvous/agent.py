@@ -39,6 +39,8 @@ from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Requests,
 from lmres.rendezvous.state import Done, Formed, Member, Ready, View
 
 BRIEF_MS = 100
+KEPT_GENERATIONS = 32
+"""Evidence and reports of so many generations stay in the store, for ``lmres incidents``."""
 STAGGER_MS = 150
 MAX_STAGGER = 10
 
@@ -68,6 +70,7 @@ class Agent:
     _waiting_ms: int | None = None
     _due_ms: int | None = None
     _notes: list[Note] = field(default_factory=list)
+    _told_generation: int = 0
     _told: set[str] = field(default_factory=set)
     _left: bool = False
 
@@ -214,7 +217,9 @@ class Agent:
             return
         first = ready[head.active[0].node_id]
         formed = Formed(generation=head.generation, master_address=first.address, master_port=first.master_port)
-        yield from self.ledger.create(self.keys.formed(head.generation), encode(formed))
+        won = yield from self.ledger.create(self.keys.formed(head.generation), encode(formed))
+        if won and head.generation > KEPT_GENERATIONS:
+            yield from self.ledger.prune(head.generation - KEPT_GENERATIONS)
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
@@ -355,24 +360,28 @@ class Agent:
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Events for what is new in the view, each once."""
+        """Events for what is new in the view, each once: each plan after the faults that led to it."""
         head = self.view.head()
         if head is None:
             return
-        previous = head.generation - 1
-        for generation in (previous, head.generation):
-            for e in self.view.evidence(generation):
-                key = f"evidence {generation} {e.reporter} {e.cause.pid} {e.cause.node_id} {e.at_ms}"
-                self._once(key, fault_note(e.cause, e.weight, e.reporter, generation))
+        for plan in self.view.plans_after(self._told_generation):
+            self._tell_faults(plan.from_generation)
+            if plan.cause is not None and plan.cause.rank is None:
+                note = fault_note(plan.cause, "primary", "", plan.from_generation)
+                self._once(f"gone {plan.cause.incarnation}", note)
+            self._notes.append(plan_note(plan))
+            self._told_generation = plan.generation
+        self._tell_faults(head.generation)
         for node in head.active:
             gone = self.view.gone(node.node_id)
             if gone is not None and gone.incarnation == node.incarnation and head.action != "stop":
                 cause = gone_cause(gone, self.view.member(node.node_id))
                 self._once(f"gone {node.incarnation}", fault_note(cause, "primary", gone.by, head.generation))
-        if head.cause is not None and head.cause.rank is None:
-            note = fault_note(head.cause, "primary", "", previous)
-            self._once(f"gone {head.cause.incarnation}", note)
-        self._once(f"plan {head.generation}", plan_note(head))
+
+    def _tell_faults(self, generation: int) -> None:
+        for e in self.view.evidence(generation):
+            key = f"evidence {generation} {e.reporter} {e.cause.pid} {e.cause.node_id} {e.at_ms}"
+            self._once(key, fault_note(e.cause, e.weight, e.reporter, generation))
 
     def _once(self, key: str, note: Note) -> None:
         if key not in self._told:

@@ -1,8 +1,8 @@
 """Records to JSON text and back, strictly.
 
-A record is a frozen dataclass. Its text is one JSON object that names its type as ``record``. Unknown fields are ignored, so
-that a newer version may add some; a missing field without default, a wrong type or another kind is a RecordError.
-Nothing is ever unpickled or evaluated.
+A record is a frozen dataclass. Its text is one JSON object that names its type as ``record``. Unknown fields are
+ignored, so that a newer version may add some; a missing field without default, a wrong type or another kind is a
+RecordError. Nothing is ever unpickled or evaluated.
 """
 
 from __future__ import annotations

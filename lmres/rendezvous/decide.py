@@ -34,6 +34,7 @@ from lmres.rendezvous.state import Evidence, Finished, Member, View
 from lmres.scout.evidence import WEIGHT_ORDER
 
 Settle = Literal["now", "brief", "window"]
+SOON_MS = 120_000
 _STRIKING = frozenset({"process_crash", "out_of_memory"})
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|[0-9]+")
 
@@ -82,6 +83,7 @@ class _Witness:
     boot_id: str = ""
     at_ms: int = 0
     fit: bool = True
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,25 +163,35 @@ def _recover(view: View, head: Plan, policy: Recovery, observed: Observed, done:
         names = ", ".join(sorted(unheard))
         return Wait(reason=f"a worker failed as if a peer had gone; not yet heard from: {names}")
     run_ms = head.run_ms + observed.generation_ms
-    streak = _streak(head.streak, first)
+    clear = _blame_is_clear(first, witnesses)
+    streak = _streak(head.streak, first, clear, observed.generation_ms)
     if streak.count >= policy.no_progress_limit and first is not None:
         reason = f"the same failure {streak.count} times in a row without a new step: {first.cause.headline()}"
         return Commit(plan=_stop_plan(head, reason, ExitCode.NO_PROGRESS, first.cause, streak), settle="brief")
     charged = _charged(first, head, vacancies)
-    strikes = _strikes(head, first, charged, run_ms, policy)
+    strikes = _strikes(head, first, charged if clear else None, run_ms, policy)
     vacancies += _struck(view, head, charged, strikes, run_ms, policy)
     return _fill(
         view,
         head,
         policy,
         observed,
-        _Case(first=first, charged=charged, strikes=strikes, streak=streak, run_ms=run_ms, vacancies=vacancies),
+        _Case(
+            first=first,
+            clear=clear,
+            charged=charged,
+            strikes=strikes,
+            streak=streak,
+            run_ms=run_ms,
+            vacancies=vacancies,
+        ),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
     first: _Witness | None
+    clear: bool
     charged: ActiveNode | None
     strikes: tuple[Strike, ...]
     streak: Streak
@@ -193,7 +205,7 @@ def _fill(view: View, head: Plan, policy: Recovery, observed: Observed, case: _C
     unfilled: list[_Vacancy] = []
     filled: list[_Vacancy] = []
     for vacancy in sorted(case.vacancies, key=lambda v: (not v.hard, v.node.slot)):
-        member = _pick(pool, vacancy, head)
+        member = _pick(view, pool, vacancy, head)
         if member is None:
             unfilled.append(vacancy)
             continue
@@ -267,7 +279,7 @@ def _plan(
             quarantined=tuple(quarantined),
             reason=_reason(first, filled, kept, chosen),
             recovery_source={str(n.slot): "none" for n in active},
-            verdict="inconclusive" if first is not None and first.weight == "secondary" else "attributed",
+            verdict="attributed" if case.clear else "inconclusive",
             cause=first.cause if first is not None else None,
             charged=(case.charged.node_id,) if case.charged is not None and case.charged.slot not in chosen else (),
             dismissed=dismissed,
@@ -340,18 +352,20 @@ def _gone_witness(view: View, node: ActiveNode) -> _Witness | None:
     if gone is not None and gone.incarnation == node.incarnation:
         revision = view.mod_revision(view.keys.gone(node.node_id))
         failure_class = "drain" if gone.how == "left" and gone.planned else "node_lost"
-        detail = gone.reason
+        detail, step, quiet_ms = gone.reason, gone.step, gone.quiet_ms
     else:
         revision = view.mod_revision(view.keys.member(node.node_id))
-        failure_class, detail = "node_lost", "its agent was started anew"
+        failure_class, detail, step, quiet_ms = "node_lost", "its agent was started anew", None, None
     cause = Cause(
         failure_class=failure_class,
         node_id=node.node_id,
         incarnation=node.incarnation,
         host=host,
         detail=detail,
+        step=step,
+        detect_ms=quiet_ms,
     )
-    return _Witness(weight="primary", revision=revision, cause=cause)
+    return _Witness(weight="primary", revision=revision, cause=cause, slot=node.slot)
 
 
 def _late_witnesses(view: View, head: Plan, observed: Observed) -> list[_Witness]:
@@ -382,21 +396,37 @@ def _first_cause(witnesses: list[_Witness]) -> _Witness | None:
     return min(rivals, key=lambda w: (w.at_ms, w.revision))
 
 
-def _streak(previous: Streak, first: _Witness | None) -> Streak:
-    signature = _signature(first.cause, first.weight) if first is not None else ""
-    if not signature:
+def _blame_is_clear(first: _Witness | None, witnesses: list[_Witness]) -> bool:
+    """Whether the first cause is more than the first to be heard of.
+
+    A broken connection blames nobody; of ambiguous exits on several nodes all but one are consequences, and nobody can
+    say which one is not.
+    """
+    if first is None or first.weight == "primary":
+        return True
+    doubtful = {w.cause.node_id for w in witnesses if w.weight == "ambiguous"}
+    return first.weight == "ambiguous" and len(doubtful) == 1
+
+
+def _streak(previous: Streak, first: _Witness | None, clear: bool, generation_ms: int) -> Streak:
+    """A failure after an unknown step is "the same" only soon after the start: a week apart it is another one."""
+    signature = _signature(first, clear) if first is not None else ""
+    if first is None or not signature:
         return Streak()
-    return Streak(signature=signature, count=previous.count + 1 if signature == previous.signature else 1)
+    tells = bool(first.cause.step) or generation_ms <= SOON_MS
+    again = signature == previous.signature and tells
+    return Streak(signature=signature, count=previous.count + 1 if again else 1)
 
 
-def _signature(cause: Cause, weight: str) -> str:
+def _signature(first: _Witness, clear: bool) -> str:
     """Equal for the same failure at the same step. Empty where "the same" can not be told.
 
-    A signal says little by itself: it counts only after a known step of the same rank. Numbers in a message (ports,
-    process ids, addresses) change from time to time, and which rank first tells of a broken connection is chance.
+    A signal or a lost node says little by itself: it counts only after a known step. Numbers in a message (ports,
+    process ids, addresses) change from time to time, and which of several ranks is heard first is chance.
     """
-    if weight == "secondary":
-        what = "a broken connection"
+    cause = first.cause
+    if not clear:
+        what = "several workers, no clear cause"
     elif cause.exception is not None:
         lines = cause.exception.message.strip().splitlines()
         what = f"{cause.exception.type_name}: {_NUMBER.sub('#', lines[0][:200]) if lines else ''}"
@@ -404,9 +434,12 @@ def _signature(cause: Cause, weight: str) -> str:
         if cause.exit_status < 0 and not cause.step:
             return ""
         what = f"rank {cause.rank} {cause.detail}"
+    elif cause.failure_class == "node_lost" and cause.step:
+        what = f"slot {first.slot}"
     else:
         return ""
-    return f"{cause.failure_class} | {what} | step {cause.step}"
+    failure_class = cause.failure_class if clear else "unknown"
+    return f"{failure_class} | {what} | step {cause.step}"
 
 
 def _charged(first: _Witness | None, head: Plan, vacancies: list[_Vacancy]) -> ActiveNode | None:
@@ -423,6 +456,7 @@ def _charged(first: _Witness | None, head: Plan, vacancies: list[_Vacancy]) -> A
 def _strikes(
     head: Plan, first: _Witness | None, charged: ActiveNode | None, run_ms: int, policy: Recovery
 ) -> tuple[Strike, ...]:
+    """``charged`` None: nobody is struck, old strikes are kept as long as they count."""
     window_ms = int(policy.strikes_window_s * 1000)
     kept = [s for s in head.strikes if run_ms - s.at_run_ms <= window_ms]
     if charged is not None and first is not None and first.cause.failure_class in _STRIKING:
@@ -485,15 +519,20 @@ def _candidates(view: View, observed: Observed) -> list[Member]:
     return sorted(view.standbys(), key=lambda m: m.node_id in observed.silent)
 
 
-def _pick(pool: list[Member], vacancy: _Vacancy, head: Plan) -> Member | None:
-    """The returning node itself if it is there, else the first candidate whose name holds no other slot."""
+def _pick(view: View, pool: list[Member], vacancy: _Vacancy, head: Plan) -> Member | None:
+    """The returning node itself if it is there, else the first candidate whose name holds no other slot.
+
+    What took the old node along may have hurt its failure domain, so candidates of other domains come first.
+    """
     taken = {n.node_id for n in head.active if n.slot != vacancy.node.slot}
     usable = [m for m in pool if m.node_id not in taken]
     for member in usable:
         if member.node_id == vacancy.node.node_id and not vacancy.quarantine:
             return member
     usable = [m for m in usable if not (m.node_id == vacancy.node.node_id and vacancy.quarantine)]
-    return usable[0] if usable else None
+    previous = view.member(vacancy.node.node_id)
+    domain = previous.failure_domain if previous is not None else None
+    return min(usable, key=lambda m: m.failure_domain == domain, default=None)
 
 
 def _still_held(view: View, item: Quarantined) -> bool:

@@ -133,6 +133,7 @@ class Ledger:
             reason=reason,
             by=self.me.node_id,
             quiet_ms=quiet_ms,
+            step=self.leases.step(member.node_id),
         )
         lease = Compare(key=self.keys.lease(member.node_id), mod_revision=self.leases.revision(member.node_id))
         won = yield from self.write(
@@ -151,6 +152,13 @@ class Ledger:
         )
         yield from self.create(self.keys.gone(me.node_id), encode(gone))
         self.registered = False
+
+    def prune(self, generation: int) -> Requests:
+        """Drops the details of a generation long past; its plan stays."""
+        kinds = ("evidence", "ready", "done", "recovered")
+        prefixes = tuple(f"{self.keys.reg}{kind}/{generation:08d}/" for kind in kinds)
+        yield Txn(success=tuple(DeletePrefix(prefix=p) for p in prefixes))
+        self.view.drop(prefixes)
 
     def clear(self) -> Requests:
         """Wipes the run's records, if nobody has come in since they were read."""

@@ -72,5 +72,6 @@ def gone_cause(gone: Gone, member: Member | None) -> Cause:
         incarnation=gone.incarnation,
         host=member.host if member is not None else "unknown",
         detail=gone.reason,
+        step=gone.step,
         detect_ms=gone.quiet_ms,
     )

@@ -57,7 +57,7 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """``boot_id``, ``pid`` and ``pid_start`` name the agent's process exactly on its host."""
+    """A registration. ``boot_id``, ``pid`` and ``pid_start`` (clock ticks since boot) name the process exactly."""
 
     node_id: str
     incarnation: str
@@ -65,7 +65,7 @@ class Member:
     host: str
     boot_id: str
     pid: int
-    pid_start: float
+    pid_start: int
     failure_domain: str
     state_dir: str = ""
 
@@ -87,7 +87,7 @@ class Lease:
 class Gone:
     """``how``: ``left`` by itself, ``lost`` as seen by others, ``refused`` at the door. ``planned``: told to leave.
 
-    ``quiet_ms``: how long its lease had stood still when it was found lost.
+    ``quiet_ms``: how long its lease had stood still when it was found lost; ``step``: the last one its lease told.
     """
 
     node_id: str
@@ -97,6 +97,7 @@ class Gone:
     by: str
     planned: bool = False
     quiet_ms: int | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +243,13 @@ class View:
         self._sections.setdefault(section, {})[key] = stored
         if isinstance(record, Plan) and (self._head is None or record.generation >= self._head.generation):
             self._head = record
+
+    def drop(self, prefixes: tuple[str, ...]) -> None:
+        """Forgets records that were deleted."""
+        for key in [k for k in self.stored if k.startswith(prefixes)]:
+            del self.stored[key]
+            self._sections.get(self._section(key), {}).pop(key, None)
+            self.problems.pop(key, None)
 
     def _section(self, key: str) -> str:
         for prefix in (self.keys.ctl, self.keys.reg):

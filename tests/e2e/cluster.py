@@ -224,6 +224,7 @@ class Cluster:
             with contextlib.suppress(psutil.Error):
                 if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                     continue
+                # The store and the guardian carry the run id in their environment, as the workers do.
                 marks = " ".join(process.info["cmdline"] or []) + " ".join(process.environ().values())
                 if str(self.folder) in marks or self.run_id in marks:
                     found.append(f"{process.pid}: {' '.join(process.info['cmdline'] or [])[:150]}")

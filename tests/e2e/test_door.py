@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import cluster, free_port, wait_until
+from tests.e2e.cluster import PROGRAM, TORCHRUN, cluster, free_port, wait_until
 
 
 def test_more_than_max_the_same_name_and_other_policies_are_refused(tmp_path: Path) -> None:
@@ -17,8 +18,11 @@ def test_more_than_max_the_same_name_and_other_policies_are_refused(tmp_path: Pa
         a, b, s = c.form("a", "b", "c")
         extra = c.start("d")
         twin = c.start("b", conf={"state_dir": str(tmp_path / "twin")})
+        neighbour = c.start("b", conf={"state_dir": str(b.folder / "state")})
         other = c.start("e", policy="recovery: {node_strikes: 5}\n")
-        assert [n.wait_exit(60) for n in (extra, twin, other)] == [64, 64, 64]
+        assert [n.wait_exit(60) for n in (extra, twin, neighbour, other)] == [64, 64, 64, 64]
+        assert str(b.process.pid) in neighbour.log and "node_id" in neighbour.log
+        assert not b.events("agent_left")
         assert "takes 3 agents at most" in extra.log
         assert "in use by a live agent" in twin.log
         assert str(b.process.pid) in twin.log
@@ -98,12 +102,9 @@ def test_bad_configuration_ends_with_64_and_one_message(
 def test_environment_variables_work_as_the_flags_do(tmp_path: Path) -> None:
     with cluster(tmp_path, nnodes="1:1") as c:
         conf = f"node_id=x,state_dir={tmp_path}/x,nonsense=1"
-        node = c.start("a", args={"--rdzv-conf": ""}, env={"PET_RDZV_CONF": conf})
-        # An empty flag wins over the variable, as torch has it; without the flag the variable is read.
-        node.wait_exit(60)
-        command = [a for a in node.process.args if not str(a).startswith("--rdzv-conf")]  # type: ignore[union-attr]
-        import subprocess
-
+        command = [
+            *TORCHRUN, "--nnodes=1:1", "--rdzv-backend=lm_resiliency", f"--rdzv-endpoint={c.endpoint}", str(PROGRAM),
+        ]  # fmt: skip
         done = subprocess.run(
             command, env={**os.environ, "PET_RDZV_CONF": conf}, capture_output=True, text=True, timeout=60, check=False
         )

@@ -19,7 +19,7 @@ def test_a_store_frozen_for_20_seconds_is_forgiven(tmp_path: Path) -> None:
         time.sleep(20)  # the length of the outage is the point
         before = a.log.count("step ")
         os.kill(store, signal.SIGCONT)
-        assert before > 50, "training went on meanwhile"
+        assert before > 4, "training went on meanwhile"
         wait_until("the store answers again", lambda: "answers again" in a.log)
         os.kill(b.worker_pids(1)[0], signal.SIGKILL)
         assert a.wait_event("plan_committed", generation=2)["action"] == "restart"
@@ -60,6 +60,6 @@ def test_a_dead_port_is_given_up_after_timeout(tmp_path: Path) -> None:
         began = time.monotonic()
         node = c.start("a", conf={"timeout": "3", "is_host": "false"})
         assert node.wait_exit(40) == 75
-        assert time.monotonic() - began >= 3
-        assert c.endpoint in node.log
-        assert "is_host" in node.log or "no store answered" in node.log
+        assert 3 <= time.monotonic() - began < 20  # 3 to 5 s, the start of Python and torch, and a busy machine
+        assert f"no store answered at --rdzv-endpoint={c.endpoint}" in node.log
+        assert "is_host=true" in node.log

@@ -21,7 +21,7 @@ def test_sigkill_of_one_worker_restarts_in_place_and_twice_replaces(tmp_path: Pa
         assert first["active"] == {"0": "a", "1": "b"}
         fault = b.events("fault_detected")[0]
         assert fault["suspects"] == [{"node_id": "b", "rank": 1}]
-        assert first["time"] - fault["time"] < 1.0
+        assert first["time"] - fault["time"] < 5.0  # 0.1 s, and room for a busy machine
         for node in (a, b):
             node.wait_event("training_resumed", generation=2)
             done = node.wait_event("recovery_completed", generation=2)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tests.sim.process import Process
     from tests.sim.world import World
 
+THEME_FACTOR = 8
 _EXITS = (-9, -9, -11, -6, 1)
 _EXCEPTIONS = (
     ("ValueError", "loss is nan"),
@@ -33,6 +34,13 @@ def kill_agent(world: World) -> None:
     process = _someone(world)
     if process is not None:
         process.kill()
+
+
+def kill_observers(world: World) -> None:
+    """All that watch everybody at once, in a run so large that not everybody does."""
+    for process in world.living():
+        if process.agent.ledger.observer_index() is not None:
+            process.kill()
 
 
 def restart_agent(world: World) -> None:
@@ -147,9 +155,9 @@ def garbage(world: World) -> None:
     A plan of a generation that is already committed is spared only if nobody has read it: no protocol survives a
     store that forgets what it has confirmed.
     """
-    process = _someone(world)
-    if process is None or not world.oracle.records:
+    if not world.oracle.records or not world.processes:
         return
+    process = world.rng.choice(world.processes)  # a dead one's records too
     head, keys, node_id = world.oracle.head(), world.keys, process.node_id
     generation = head.generation if head is not None else 0
     key = world.rng.choice(
@@ -172,6 +180,15 @@ def garbage(world: World) -> None:
     world.apply(Txn(success=(Put(key=key, value=_garbage(world, key)),)), None)
 
 
+def kill_and_tear(world: World) -> None:
+    """An agent dies, and the last heartbeat of it is torn."""
+    process = _someone(world)
+    if process is not None:
+        process.kill()
+        key = world.keys.lease(process.node_id)
+        world.after(1_000, lambda: world.apply(Txn(success=(Put(key=key, value="{"),)), None))
+
+
 def _garbage(world: World, key: str) -> str:
     reads = world.engine.apply(Txn(success=(Get(key=key),))).reads[0]
     if reads and reads[0].value and world.rng.random() < 0.4:
@@ -186,7 +203,7 @@ def _garbage(world: World, key: str) -> str:
 
 def stop_at_the_end(world: World) -> None:
     """The operator stops the run in the moment in which it succeeds."""
-    world.at_success = lambda: world.after(world.rng.randint(0, 40), lambda: _stop(world))
+    world.at_success = lambda: world.after(world.rng.randint(0, 600), lambda: _stop(world))
 
 
 def changing_of_the_guard(world: World) -> None:
@@ -224,13 +241,18 @@ ALL = (
     Fault(1, "success", stop_at_the_end),
     Fault(1, "ends", changing_of_the_guard),
     Fault(4, "garbage", garbage),
+    Fault(1, "garbage", kill_and_tear),
 )
 
 
 def schedule(world: World) -> None:
     """Draws the faults of the safety phase."""
     s = world.scenario
-    weights = [f.weight * (8 if f.theme == s.theme else 1) for f in ALL]
+    if s.theme == "success":
+        stop_at_the_end(world)
+    if s.theme == "large":
+        world.after(s.safety_ms // 2, lambda: kill_observers(world))
+    weights = [f.weight * (THEME_FACTOR if f.theme == s.theme else 1) for f in ALL]
     for _ in range(s.faults):
         fault = world.rng.choices(ALL, weights=weights)[0]
         at_ms = world.rng.randint(200, s.safety_ms)

@@ -18,9 +18,10 @@ from lmres.rendezvous.codec import encode
 from lmres.rendezvous.joining import Joining
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.ledger import Ledger
-from lmres.rendezvous.state import Finished, Formed
+from lmres.rendezvous.state import Finished, Formed, View
 
 Patch = Callable[[], Any]
+_observe = LeaseTable.observe
 _create, _decide, _observed, _outcome = Ledger.create, deciding.decide, Agent._observed, Agent._outcome
 
 
@@ -81,6 +82,12 @@ def _half_timeout(self: LeaseTable, node_id: str, now_ms: int) -> bool:
 def _moved(self: LeaseTable, node_id: str) -> int | None:
     seen = self._seen.get(node_id)
     return seen.moved_ms if seen is not None else None
+
+
+def _torn_lease_skipped(self: LeaseTable, entries: Any, now_ms: int) -> None:
+    """Keeps the revision of the last whole lease, so that a member with a torn one can never be given up."""
+    whole = [(n, e) for n, e in entries if e.value.endswith("}") and '"Lease"' in e.value and "counter" in e.value]
+    _observe(self, whole, now_ms)
 
 
 # -- the round --------------------------------------------------------------------------------------------------------
@@ -178,6 +185,9 @@ MUTANTS: dict[str, Patch] = {
     "lost_agent_keeps_workers": _replaced(Agent, "_outcome", _lost_keep_working),
     "acts_on_own_proposal": _replaced(Agent, "_settled", _act_on_proposal),
     "displaced_agent_writes": _replaced(Ledger, "_registration", _unfenced),
+    "same_incarnation_again": lambda: mock.patch("lmres.rendezvous.joining.replace", lambda me, incarnation: me),
+    "foreign_records_believed": _replaced(View, "_belongs", lambda self, record, key: True),
+    "torn_lease_skipped": _replaced(LeaseTable, "observe", _torn_lease_skipped),
     "name_never_taken": _replaced(Joining, "_name_is_free", _name_always_free),
     "quarantine_forgotten": _replaced(deciding, "_still_held", lambda view, item: False),
     "success_of_one": lambda: mock.patch("lmres.rendezvous.agent.decide", _finish_early),

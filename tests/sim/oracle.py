@@ -10,7 +10,7 @@ from lmres.errors import RecordError
 from lmres.ids import Keys
 from lmres.ports import Put, Txn
 from lmres.rendezvous import state
-from lmres.rendezvous.codec import decode
+from lmres.rendezvous.codec import TYPE_KEY, decode
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.rounds import End, Outcome
 
@@ -84,6 +84,9 @@ class Invariant:
 
     def ends(self, process: Process, end: End) -> None:
         """An agent ends by itself."""
+
+    def at_rest(self) -> None:
+        """Nothing has failed for ``REST_MS``."""
 
     def at_end(self) -> None:
         """Nothing happens any more."""
@@ -179,6 +182,11 @@ class Oracle:
             case state.Lease():
                 self.beat_ms[record.incarnation] = now_ms
                 self.beats[record.incarnation] = self.beats.get(record.incarnation, 0) + 1
+            case state.Done() if self.world.at_success is not None:
+                done = {d.node_id for d in self.of_kind(state.Done) if d.generation == record.generation}
+                plan = self.plan(record.generation)
+                if plan is not None and done >= {n.node_id for n in plan.active}:
+                    self.world.at_success()
             case state.Finished():
                 self.finished.append(record)
             case state.Formed():
@@ -225,15 +233,15 @@ class Oracle:
     def succeeded(self, process: Process, workers: Workers) -> None:
         self.world.log(f"{process.name} workers of generation {workers.generation} ended well")
         self.trained.add((self.epoch, workers.generation, process.node_id))
-        plan, hook = self.plan(workers.generation), self.world.at_success
-        if plan is not None and hook is not None:
-            if all((self.epoch, plan.generation, n.node_id) in self.trained for n in plan.active):
-                hook()
 
     def ends(self, process: Process, end: End) -> None:
         self.world.log(f"{process.name} ends with {end.exit_code}: {end.reason}")
         for invariant in self.invariants:
             invariant.ends(process, end)
+
+    def at_rest(self) -> None:
+        for invariant in self.invariants:
+            invariant.at_rest()
 
     def at_end(self) -> None:
         for invariant in self.invariants:
@@ -244,7 +252,7 @@ def _read(keys: Keys, key: str, value: str) -> Any:
     """The record, if it is whole and stands where it belongs."""
     try:
         body = json.loads(value)
-        record = decode(_KINDS[body["record"]], value)
+        record = decode(_KINDS[body[TYPE_KEY]], value)
     except (RecordError, ValueError, KeyError, TypeError):
         return None
     return record if key.startswith(_home(keys, record)) else None

@@ -42,6 +42,7 @@ class Process:
         self.world, self.node_id, self.host, self.pid = world, node_id, host, pid
         self.name = f"{node_id}#{number}"
         self.alive = True
+        self.started_ms = world.now_ms
         self.paused = False
         self.paused_ms: int | None = None
         self.exit_code: int | None = None
@@ -95,7 +96,7 @@ class Process:
             host=self.host.name,
             boot_id=self.host.boot_id,
             pid=self.pid,
-            pid_start=0.0,
+            pid_start=0,
             failure_domain=self.node_id,
         )
         return Settings(

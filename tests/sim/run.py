@@ -3,9 +3,13 @@ nothing does and a healthy rest must come to an end."""
 
 from __future__ import annotations
 
+import random
+
 from tests.sim import faults
-from tests.sim.scenario import Scenario
+from tests.sim.scenario import Scenario, large_scenario_of
 from tests.sim.world import World
+
+REST_MS = 25_000
 
 
 def run_seed(seed: int, *, scenario: Scenario | None = None, trace: bool = False) -> World:
@@ -24,6 +28,11 @@ def run_seed(seed: int, *, scenario: Scenario | None = None, trace: bool = False
     return world
 
 
+def run_large(seed: int, *, trace: bool = False) -> World:
+    """A run with more members than all of whom are observers; those are killed at once."""
+    return run_seed(seed, scenario=large_scenario_of(random.Random(seed)), trace=trace)
+
+
 def settle(world: World) -> None:
     """Faults stop. What was stopped goes on; where too few are left that may be used, the scheduler brings more."""
     world.log("-- faults stop --")
@@ -31,6 +40,7 @@ def settle(world: World) -> None:
     world.thaw()
     for process in world.living():
         process.resume()
+    world.after(REST_MS, world.oracle.at_rest)
     if not world.oracle.finished:
         for number in range(world.scenario.min_nodes):
             world.after(2_000 * number, lambda n=number: bring(world, n))  # type: ignore[misc]

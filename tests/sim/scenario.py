@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from lmres.policy import Recovery
 
-
 THEMES = ("workers", "pauses", "store", "comings", "ends", "success", "garbage")
 
 
@@ -75,33 +74,38 @@ def scenario_of(rng: random.Random) -> Scenario:
         max_restarts=rng.choice((0, 1, 3, 10)),
         recovery=recovery,
         safety_ms=rng.randint(15_000, 35_000),
-        faults=rng.randint(2, 9),
+        faults=1 if theme == "success" else rng.randint(2, 9),
         total_steps=rng.randint(30, 80),
         lost_requests=trouble,
         lost_answers=trouble,
         late_requests=trouble / 2,
-        slow_requests=0.3 if theme == "success" else rng.choice((0.0, 0.05)),
-        missed_wakes=rng.choice((0.0, 0.3, 1.0)),
+        slow_requests=0.5 if theme == "success" else rng.choice((0.0, 0.05)),
+        missed_wakes=1.0 if theme == "success" else rng.choice((0.0, 0.3, 1.0)),
         slow_stops=rng.choice((0.0, 0.0, 0.2)),
         theme=theme,
         poison_step=rng.choice((None, None, None, None, None, 12)),
     )
 
 
-def large(rng: random.Random, *, agents: int, min_nodes: int, max_nodes: int) -> Scenario:
-    """Many members, more than all of whom are observers."""
+def large_scenario_of(rng: random.Random) -> Scenario:
+    """More members than all of whom are observers, more agents than MAX, and no faults but those of the test."""
+    drawn = scenario_of(rng)
     return replace(
-        scenario_of(rng),
-        agents=agents,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
+        drawn,
+        agents=54,
+        min_nodes=36,
+        max_nodes=50,
         interval_ms=1000,
         timeout_ms=5000,
-        join_timeout_ms=40_000,
+        join_timeout_ms=60_000,
+        form_timeout_ms=12_000,
         max_restarts=10,
+        recovery=replace(drawn.recovery, on_no_standby="wait", node_strikes=3, no_progress_limit=3),
         total_steps=40,
-        safety_ms=15_000,
+        safety_ms=20_000,
         faults=0,
+        slow_stops=0.0,
         missed_wakes=0.0,
+        theme="large",
         poison_step=None,
     )

@@ -105,7 +105,7 @@ class Run:
             host=host or f"host-{node}",
             boot_id="boot",
             pid=7,
-            pid_start=1.0,
+            pid_start=1,
             failure_domain=node,
         )
         self.put(KEYS.member(node), member)

@@ -6,7 +6,7 @@ torch polls exit codes and acts on them at once, so each is held back here until
   of ``--max-restarts``), and elsewhere the workers are restarted as for a change of membership, which costs nothing;
 - a success stays hidden until all slots have succeeded, so that a late crash elsewhere can still restart this node.
 
-If the thread that decides dies, the gate opens and torch is on its own again.
+If the thread that decides dies, the workers are stopped and the agent ends: nobody would look after them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ log = logging.getLogger("lmres")
 
 MAX_FAULTS_PER_GENERATION = 32
 TRACEBACK_S = 1.0
+UNKILLABLE_S = 30.0
 _MAX_LINES = 20
 
 
@@ -70,10 +71,10 @@ class Crew:
             on_start=self._started,
             prepare_env=bootstrap_env if attach else None,
         )
+        self._on_error = on_error
         self.generation = 0
         self.started_ms: int | None = None
         self.stopped_ms: int | None = None
-        self.unkillable: tuple[int, ...] = ()
         self.succeeded = 0
         self.faults: tuple[Evidence, ...] = ()
         self._expected = 0
@@ -83,6 +84,8 @@ class Crew:
         self._holding: set[int] = set()
         self._stopper: threading.Thread | None = None
         self._stopping = False
+        self._cleaned: set[int] = set()
+        self._killed_s: float | None = None
         self._open = False
         self._success_shown = False
 
@@ -101,11 +104,14 @@ class Crew:
         with self._lock:
             for worker in self.monitor.workers():
                 self._guardian.unregister(worker.pid)
-            self.generation, self._expected = generation, expected
-            self.started_ms = self.stopped_ms = None
+            self.started_ms = self.stopped_ms = self._killed_s = None
             self._statuses, self._attached, self._reports, self._holding = {}, set(), set(), set()
             self._stopping = self._open = self._success_shown = False
             self._stopper = None
+            self._cleaned = set()
+            # Last: whoever sees the new number must not see what belonged to the old one.
+            self._expected = expected
+            self.generation = generation
         self.monitor.set_generation(generation, env)
 
     def pids(self) -> dict[int, int]:
@@ -149,34 +155,51 @@ class Crew:
     # -- stopping -----------------------------------------------------------------------------------------------------
 
     def stop(self, *, generation: int | None = None) -> None:
-        """Begins to stop the workers, once a generation, in a thread of its own; ``alive`` tells when it is done.
+        """Begins to stop the workers, in a thread of its own; ``alive`` tells when it is done.
 
-        With ``generation`` only if it is still the newest one here.
+        May be called again at any time: workers that torch starts later are stopped too. With ``generation`` only if it
+        is still the newest one here.
         """
         with self._lock:
             if generation is not None and generation != self.generation:
                 return
-            workers = self.monitor.workers()
-            if self._stopping or not workers:
-                return
             self._stopping = True
+            workers = tuple(w for w in self.monitor.workers() if w.pid not in self._cleaned)
+            if not workers or (self._stopper is not None and self._stopper.is_alive()):
+                return
             self._stopper = threading.Thread(target=self._stop, args=(workers,), name="lmres-stop", daemon=True)
-            self._stopper.start()
+            try:
+                self._stopper.start()
+                return
+            except RuntimeError:  # the interpreter is going down and starts no threads any more
+                self._stopper = None
+        self._stop(workers)
 
     def _stop(self, workers: tuple[WorkerProcess, ...]) -> None:
-        self._await(lambda: self._reports <= self._holding, TRACEBACK_S)
-        for worker in workers:
-            worker.release()
-        spare = [self._guardian.pid] if self._guardian.pid is not None else []
-        report: StopReport = stop_workers(workers, self._grace_s, spare=spare)
-        self.unkillable = report.unkillable
+        try:
+            self._await(lambda: self._reports <= self._holding, TRACEBACK_S)
+            for worker in workers:
+                worker.release()
+            spare = [self._guardian.pid] if self._guardian.pid is not None else []
+            report: StopReport = stop_workers(workers, self._grace_s, spare=spare)
+            if report.killed:
+                log.warning("workers still there %.1f s after SIGTERM were killed: %s", self._grace_s, report.killed)
+            if report.unkillable:
+                log.error("SIGKILL has not ended %s yet", report.unkillable)
+                self._killed_s = self._killed_s or time.monotonic()
+        except BaseException as error:
+            self._on_error(error)
+        self._cleaned |= {w.pid for w in workers}
         self.stopped_ms = now_ms()
-        if report.killed:
-            log.warning(
-                "workers that did not end within %.1f s of SIGTERM were killed: %s", self._grace_s, report.killed
-            )
         self._stopper = None
         self._on_change()
+
+    @property
+    def unkillable(self) -> tuple[int, ...]:
+        """Workers that still run long after SIGKILL. A big one may need many seconds to give its memory back."""
+        if self._killed_s is None or time.monotonic() - self._killed_s < UNKILLABLE_S:
+            return ()
+        return tuple(w.pid for w in self.monitor.workers() if w.exit_status() is None)
 
     def _await(self, condition: Callable[[], bool], bound_s: float) -> None:
         """Gives a failed worker the time to print its traceback."""
@@ -194,6 +217,8 @@ class Crew:
     def _started(self, worker: WorkerProcess) -> None:
         self._guardian.register(worker.pid)
         self._on_start()
+        if self._stopping:
+            self.stop()  # a newer plan came while torch was starting this generation
         if len(self.monitor.workers(self.generation)) == self._expected:
             self.started_ms = now_ms()
             self._on_change()
@@ -226,7 +251,8 @@ class Crew:
         self._holding.add(worker.pid)
         if status != 0 and worker.pid not in self._reports:
             self._add_fault(worker, classify_exit(status), status, at_ms, None)
-        if len(self._statuses) == self._expected and not any(self._statuses.values()):
+        ended_well = len(self._statuses) == self._expected and not any(self._statuses.values())
+        if ended_well and not self._stopping:
             self.succeeded = self.generation
         self._on_change()
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from lmres.errors import ConfigError, ExitCode, LmresError
-from lmres.policy import Policy
+from lmres.policy import Policy, diff_policies, policy_to_dict
 from lmres.rendezvous.edge import torch_agent
 from lmres.rendezvous.edge.node import Node
 from lmres.rendezvous.edge.plugin import BACKEND
@@ -59,6 +59,8 @@ class LmresHandler(RendezvousHandler):  # type: ignore[misc]
             policy = load_policy(Path(options.policy_path))
             refuse_unavailable(policy, options.policy_path)
         setup_logging(policy.observe.log_level if policy is not None else "info")
+        if policy is not None:
+            warn_of_idle_settings(policy)
         return cls(options, policy)
 
     def get_backend(self) -> str:
@@ -98,6 +100,7 @@ class LmresHandler(RendezvousHandler):  # type: ignore[misc]
     def num_nodes_waiting(self) -> int:
         if self._node is None:
             return 0
+        torch_agent.install_signal_handlers(self._on_signal)
         verdict = self._node.verdict()
         if isinstance(verdict, End):
             self._end(verdict)
@@ -159,6 +162,23 @@ def refuse_unavailable(policy: Policy, source: str) -> None:
         raise ConfigError(
             f"{source}: recovery.on_no_standby: 'shrink' is not available in this version; allowed: wait, fail"
         )
+
+
+def warn_of_idle_settings(policy: Policy) -> None:
+    """Settings that were given and do nothing yet are said aloud."""
+    mine, default = policy_to_dict(policy), policy_to_dict(Policy())
+    idle = [
+        line
+        for section in ("checkpoint", "detection", "quorum")
+        for line in diff_policies({section: mine[section]}, {section: default[section]})
+    ]
+    if policy.observe.prometheus_port:
+        idle.append("observe.prometheus_port")
+    if policy.workers.resume not in ("auto", "none"):
+        idle.append("workers.resume")
+    if idle:
+        names = ", ".join(line.split(":")[0] for line in idle)
+        log.warning("these settings of the policy do nothing in this version: %s", names)
 
 
 def setup_logging(level: str) -> None:

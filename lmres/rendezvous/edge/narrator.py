@@ -20,6 +20,9 @@ from lmres.rendezvous.state import Recovered
 
 log = logging.getLogger("lmres")
 
+FIRST_STEP_MS = 120_000
+"""A program that has made no step by then has no optimizer of torch's: its recovery is reported without one."""
+
 
 class Narrator:
     """``attach``: the workers report their steps. ``poke`` wakes the control thread."""
@@ -133,8 +136,8 @@ class Narrator:
                 reason="attached",
                 rank=worker.place.rank,
             )
-        elif kind == "first_step":
-            self._events.emit("training_resumed", generation, rank=worker.place.rank, step=message.get("step"))
+        elif kind == "first_step" and isinstance(message.get("step"), int):
+            self._events.emit("training_resumed", generation, rank=worker.place.rank, step=message["step"])
             self._first_steps.add((generation, worker.place.local_rank))
             marks = self._marks
             stepped = sum(g == generation for g, _ in self._first_steps)
@@ -163,7 +166,8 @@ class Narrator:
         marks = self._marks
         if marks is not None and crew.generation == marks.generation and crew.started_ms is not None:
             marks.started_ms = crew.started_ms
-            if marks.first_step_ms is not None or not self._attach:
+            waited_ms = now_ms() - crew.started_ms
+            if marks.first_step_ms is not None or not self._attach or waited_ms > FIRST_STEP_MS:
                 self._report_recovery()
 
     def _noticed_ms(self, plan: Plan, now: int) -> int:

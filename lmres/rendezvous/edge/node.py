@@ -5,8 +5,8 @@
 - the *pulse* thread tells the guardian that this process is not frozen;
 - the workers' monitor sees exits and reports.
 
-torch's main thread only waits in ``next_group`` and asks for a ``verdict``. Whatever ends the control thread is kept
-and handed to the main thread, which ends the agent; until then the gate is opened, so that torch sees the truth.
+torch's main thread only waits in ``next_group`` and asks for a ``verdict``. Whatever ends one of these threads is kept
+and handed to the main thread, which ends the agent; its workers are stopped.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from lmres import __version__
-from lmres.errors import ExitCode, LmresError, StoreError, StoreLost
+from lmres.errors import ConfigError, ExitCode, LmresError, StoreError, StoreLost
 from lmres.ids import Keys
 from lmres.policy import Policy, policy_to_dict
 from lmres.ports import Store
@@ -41,10 +38,11 @@ from lmres.rendezvous.edge.driver import LEAVE_S, Driver
 from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
 from lmres.rendezvous.edge.narrator import Narrator
-from lmres.rendezvous.edge.state_dir import default_state_dir, prepare_state_dir, write_private_json
+from lmres.rendezvous.edge.state_dir import default_state_dir, lock_state_dir, prepare_state_dir, write_private_json
 from lmres.rendezvous.edge.stores.file import FileStore
 from lmres.rendezvous.edge.stores.tcp import TcpStore
 from lmres.rendezvous.edge.workers.guardian import Guardian
+from lmres.rendezvous.edge.workers.proctree import read_process
 from lmres.rendezvous.options import Options
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.rounds import End, Inputs, Leave, Outcome, Settings
@@ -82,6 +80,7 @@ class Node:
         self._boot_id = f"{identity.boot_id}/{_pid_namespace()}"
         folder = options.state_dir or default_state_dir(run_id=options.run_id, node_id=self.node_id)
         self.state_dir = prepare_state_dir(Path(folder))
+        self._state_lock = lock_state_dir(self.state_dir)
         context = options.restart_context_path
         self.context_path = Path(context) if context is not None else self.state_dir / "restart_context.json"
         self.events = EventLog(self.state_dir / "events.jsonl", run_id=options.run_id, node_id=self.node_id)
@@ -93,6 +92,10 @@ class Node:
         self._leave: Leave | None = None
         self._waiting = False
         self._port: socket.socket | None = None
+        self._port_number = 0
+        self._members = 0
+        self._observer = True
+        self._revision = 0
         self._restarts_left: int | None = None
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -105,6 +108,7 @@ class Node:
     ) -> None:
         """Connects to the store and starts the threads. Raises ConfigError or StoreLost."""
         self.events.destination = event_handler
+        os.environ["LMRES_RUN_ID"] = self.options.run_id  # also marks the store process and the guardian
         self._local_world_size = local_world_size
         incarnation = self._new_incarnation()
         connection = connect(self.options, client_id=incarnation, state_dir=self.state_dir)
@@ -150,8 +154,8 @@ class Node:
         self._crew.start()
         atexit.register(self.close, "exit")
         self._control = threading.Thread(target=self._run, name="lmres-control", daemon=True)
-        watch = threading.Thread(target=self._watch, name="lmres-watch", daemon=True)
-        pulse = threading.Thread(target=self._pulse, name="lmres-pulse", daemon=True)
+        watch = threading.Thread(target=self._guarded(self._watch), name="lmres-watch", daemon=True)
+        pulse = threading.Thread(target=self._guarded(self._pulse), name="lmres-pulse", daemon=True)
         for thread in (self._control, watch, pulse):
             thread.start()
         self._say_what_is_missing()
@@ -188,6 +192,7 @@ class Node:
             return self._unkillable_end()
         ended = self._over()
         if ended is not None and ended.exit_code != 0:
+            self._crew.stop()
             return False if self._crew.alive else ended
         outcome = self._outcome
         if outcome is None or ended is not None or not self._must_stop(outcome) or self._crew.alive:
@@ -206,27 +211,43 @@ class Node:
         self._poke()
 
     def close(self, torch_state: str) -> None:
-        """Says goodbye and ends everything this agent started. Idempotent, bounded, also run at exit."""
+        """Says goodbye and ends everything this agent started. Idempotent, bounded, never raises."""
         if self._closed or not hasattr(self, "_control"):
             return
         self._closed = True
-        self._finish_unwatched(torch_state)
+        steps: tuple[Callable[[], object], ...] = (
+            lambda: self._finish_unwatched(torch_state),
+            lambda: self._say_goodbye(torch_state),
+            self._crew.stop,
+            lambda: self._control.join(LEAVE_S + 2.0),
+            lambda: self._crew.join_stop(self.policy.workers.stop_grace_s + CLOSE_S),
+            self._tell_left,
+            self._crew.close,
+            self._guardian.close,
+            self._watch_store.close,
+            self._part_from_store,
+            self._free_port,
+            self._reap_server,
+            self.events.close,
+        )
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                log.exception("a step of this agent's end failed; the others follow")
+
+    def _say_goodbye(self, torch_state: str) -> None:
         over = self._outcome is not None and self._outcome.end is not None and self._outcome.end.run_over
         if self._leave is None:
             reason = "the run is over" if over else f"the agent ended ({torch_state})"
             self._leave = Leave(reason=reason, planned=over)
         self._closing.set()
         self._poke()
-        self._crew.stop()
-        self._control.join(LEAVE_S + 2.0)
-        self._crew.join_stop(self.policy.workers.stop_grace_s + CLOSE_S)
-        self.events.emit("agent_left", self._crew.generation, address=self._agent.me.address, reason=self._leave.reason)
-        self._crew.close()
-        self._guardian.close()
-        self._watch_store.close()
-        self._part_from_store()
-        self._free_port()
-        self._reap_server()
+
+    def _tell_left(self) -> None:
+        me, leave = self._agent.me, self._leave
+        reason = leave.reason if leave is not None else ""
+        self.events.emit("agent_left", self._crew.generation, address=me.address, reason=reason)
 
     # -- the main thread's helpers ------------------------------------------------------------------------------------
 
@@ -280,8 +301,10 @@ class Node:
         body = {"run_id": self.options.run_id, "node_id": self.node_id, "slot": group.slot, **to_plain(plan)}
         try:
             write_private_json(self.context_path, body)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             log.warning("the restart context can not be written, workers go on without it: %s", error)
+            with contextlib.suppress(OSError):
+                self.context_path.unlink()  # an older plan's would be taken for this one's
 
     def _reserve_port(self) -> None:
         """Keeps a free port for the workers' store until the next group, so that nobody else is given it.
@@ -294,7 +317,7 @@ class Node:
         port = socket.socket(family, socket.SOCK_STREAM)
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port.bind(("", 0))
-        self._port = port
+        self._port, self._port_number = port, port.getsockname()[1]
 
     def _free_port(self) -> None:
         port, self._port = self._port, None
@@ -360,15 +383,16 @@ class Node:
 
     def _settings(self, address: str, incarnation: str, local_world_size: int, role: str) -> Settings:
         beat = self.policy.heartbeat
-        process = psutil.Process()
+        process = read_process(os.getpid())
+        started = process.started if process is not None else 0
         me = Member(
             node_id=self.node_id,
             incarnation=incarnation,
             address=address,
             host=self._host,
             boot_id=self._boot_id,
-            pid=process.pid,
-            pid_start=process.create_time(),
+            pid=os.getpid(),
+            pid_start=started,
             failure_domain=self.options.failure_domain or self.node_id,
             state_dir=str(self.state_dir),
         )
@@ -399,13 +423,8 @@ class Node:
         """Only of a process on this very boot and in this process namespace can it be known."""
         if member.boot_id != self._boot_id or not self._boot_id:
             return False
-        try:
-            process = psutil.Process(member.pid)
-            return abs(process.create_time() - member.pid_start) > 1.0 or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.Error:
-            return False
+        process = read_process(member.pid)
+        return process is None or process.started != member.pid_start or process.state == "Z"
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
@@ -418,8 +437,9 @@ class Node:
                 outcome, inputs = self._driver.round()
                 self._apply(outcome)
                 if inputs.leave is not None:
-                    self._left.set()
+                    break
                 self._sleep(outcome.next_ms / 1000)
+            self._left.set()
         except BaseException as error:
             self._fail(error)
 
@@ -433,15 +453,14 @@ class Node:
 
     def _inputs(self) -> Inputs:
         crew = self._crew
-        port = self._port
         return Inputs(
             now_ms=now_ms(),
-            waiting=self._waiting and port is not None,
+            waiting=self._waiting,
             workers_generation=crew.generation,
             workers_alive=crew.alive,
             succeeded=crew.succeeded,
             restarts_left=self._restarts_left,
-            master_port=port.getsockname()[1] if port is not None else 0,
+            master_port=self._port_number,
             step=crew.step,
             faults=crew.faults,
             recovered=self._narrator.recovered,
@@ -454,6 +473,8 @@ class Node:
             self._crew.show_success()
         elif self._must_stop(outcome):
             self._crew.stop(generation=outcome.workers_generation)
+        self._observer = not self._agent.ledger.registered or self._agent.ledger.observer_index() is not None
+        self._members, self._revision = len(self._agent.view.live_members()), self._agent.view.revision
         with self._changed:
             self._outcome = outcome
             self._changed.notify_all()
@@ -488,9 +509,9 @@ class Node:
         """Wakes the control thread when the store changes; while the store is out of reach it just tries again."""
         keys = self._agent.keys
         while not self._closing.is_set() and not self._left.is_set():
-            after = self._agent.view.revision
             try:
-                if self._watch_store.wait((keys.ctl, keys.reg), after_revision=after, timeout_ms=WATCH_MS):
+                found = self._watch_store.wait(self._watched(keys), after_revision=self._revision, timeout_ms=WATCH_MS)
+                if found:
                     self._poke()
                     self._closing.wait(self._watch_pause_s())
             except StoreError:
@@ -498,7 +519,11 @@ class Node:
 
     def _watch_pause_s(self) -> float:
         """Longer in a larger run, where a burst of records would wake everybody for each."""
-        return min(0.1, 0.004 * max(2, len(self._agent.view.live_members())))
+        return min(0.1, 0.004 * max(2, self._members))
+
+    def _watched(self, keys: Keys) -> tuple[str, ...]:
+        """Only those that decide are woken by registrations and evidence; the others see them with their heartbeat."""
+        return (keys.ctl, keys.reg) if self._observer else (keys.ctl,)
 
     def _pulse(self) -> None:
         interval_s = min(self.policy.heartbeat.interval_s, self.policy.heartbeat.timeout_s / 4)
@@ -507,6 +532,17 @@ class Node:
             silent_s = self._guardian.take_fenced()
             if silent_s is not None:
                 log.warning("this agent was frozen for %.1f s; its workers were killed in the meantime", silent_s)
+
+    def _guarded(self, body: Callable[[], None]) -> Callable[[], None]:
+        """A thread's body whose error is not lost."""
+
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:
+                self._fail(error)
+
+        return run
 
 
 def _policy_text(policy: Policy) -> str:

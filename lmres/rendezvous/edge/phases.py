@@ -2,7 +2,8 @@
 
 The phases follow each other: from the failure to its notice (detect), to the committed plan (decide), to the end of the
 old workers (stop), to the formed group (rendezvous), to the start of the new workers (start), to their first completed
-optimizer step (first_step). A phase that can not be seen here (no bootstrap in the workers, say) is None.
+optimizer step (first_step). A phase that can not be seen here (no bootstrap in the workers, say) is None; the total
+then ends with the start of the workers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Marks:
         return {name: None if span is None else max(0, span) / 1000 for name, span in zip(PHASES, spans, strict=True)}
 
     def _total(self) -> int | None:
-        seen = _span(self.noticed_ms, self.first_step_ms)
+        end = self.first_step_ms if self.first_step_ms is not None else self.started_ms
+        seen = _span(self.noticed_ms, end)
         return None if seen is None else seen + (self.detect_ms or 0)
 
 

@@ -15,6 +15,7 @@ rules:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -77,6 +78,28 @@ def _take(path: Path, folder: int) -> None:
         os.fchmod(folder, 0o700)
     elif not os.access(path, os.W_OK | os.X_OK):
         raise _refused(path, "it can not be written", f"run: chmod 700 {path}")
+
+
+def lock_state_dir(path: Path) -> int:
+    """Takes the folder for this agent and returns the descriptor that holds it. Raises ConfigError if it is in use.
+
+    The kernel lets go of it when the agent ends, however it ends.
+    """
+    fd = os.open(path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode("ascii", "replace") or "unknown"
+        os.close(fd)
+        raise ConfigError(
+            f"state_dir {path} is in use by a live agent on this host, pid {holder}: two agents with one node_id? "
+            f"Give each agent its own, for example --rdzv-conf=node_id=NAME"
+        ) from error
+    except OSError:
+        pass  # a file system without locks, or a full one: the store refuses a second agent too
+    return fd
 
 
 def write_private_json(path: Path, obj: Mapping[str, object]) -> None:

@@ -6,6 +6,7 @@ it can not be found the run goes on with less: the restart budget is then unknow
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -70,7 +71,8 @@ def passed_barrier_store(world_size: int) -> dist.Store:
 def child_failed(name: str, cause: Cause, folder: Path) -> ChildFailedError:
     """torch's own error, with the first cause of the whole run as its root cause."""
     error_file = folder / "first_cause.json"
-    _write_error_file(error_file, cause)
+    with contextlib.suppress(OSError):  # a full disk: the error then has no traceback, but is the same error
+        _write_error_file(error_file, cause)
     failure = ProcessFailure(
         local_rank=cause.local_rank if cause.local_rank is not None else 0,
         pid=cause.pid if cause.pid is not None else 0,

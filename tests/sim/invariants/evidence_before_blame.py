@@ -1,5 +1,5 @@
-"""Evidence that only names a broken connection never moves, charges or quarantines anybody; and where nobody saw more than
-an exit that may be a consequence, blame waits until all other active nodes have been heard from."""
+"""Evidence that only names a broken connection never moves, charges or quarantines anybody; and where nobody saw more
+than an exit that may be a consequence, blame waits until all other active nodes have been heard from."""
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Evidence, Hold

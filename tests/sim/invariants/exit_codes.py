@@ -1,4 +1,4 @@
-"""Every agent ends with a documented code, for the right kind of reason; those that saw the end of a run agree on it."""
+"""Every agent ends with a documented code, for the right kind of reason; those that saw the end of a run agree."""
 
 from lmres.errors import ExitCode
 from lmres.rendezvous.rounds import End

@@ -1,5 +1,5 @@
-"""Success is reported only when the workers of all slots of one generation have ended well; and the end of a run is one:
-there is never both a success and a stop."""
+"""Success is reported only when the workers of all slots of one generation have ended well; and the end of a run is
+one: there is never both a success and a stop."""
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.rounds import End

@@ -2,8 +2,8 @@
 its process has ended.
 
 An observer counts from the moment it asked, so a heartbeat may be younger by one request's time; and of each outage it
-counts up to two intervals. Where no request gets lost, an outage of the store alone makes nobody lost, if the timeout is
-at least five intervals.
+counts up to two intervals. Where no request gets lost, an outage of the store alone makes nobody lost, if the timeout
+is at least five intervals.
 """
 
 from lmres.rendezvous.state import Gone

@@ -266,7 +266,13 @@ def _check_path(path: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"store file {path}: folder {folder} does not exist; create it or choose another path")
     try:
-        mode = path.stat().st_mode
+        found = path.lstat()
+        mode = found.st_mode
+        if stat.S_ISLNK(mode) or found.st_uid != os.geteuid():
+            what = "a symbolic link" if stat.S_ISLNK(mode) else f"owned by user {found.st_uid}"
+            raise ConfigError(f"store file {path} is {what}; give the path of a file of your own")
+        if stat.S_ISREG(mode) and stat.S_IMODE(mode) & 0o077:
+            path.chmod(0o600)  # it holds what agents obey
     except FileNotFoundError:
         mode = None
     except OSError as error:

@@ -42,10 +42,15 @@ class ReportReader:
         try:
             if len(line) > LINE_BYTES:
                 raise ValueError("too long")
-            message = json.loads(line)
+            message = json.loads(line, parse_constant=_refuse)
             if not isinstance(message, dict):
                 raise ValueError("not an object")
         except (ValueError, RecursionError):
             self.junk += 1
             return None
         return message
+
+
+def _refuse(name: str) -> None:
+    """NaN and infinities are no JSON."""
+    raise ValueError(name)

@@ -31,12 +31,14 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from lmres.adapters.bootstrap import ONPATH
+from lmres.adapters.bootstrap.modules import MAX_NAMES
 from lmres.adapters.bootstrap.warm_main import ALL_NAMES, FD_VARIABLE, LENGTH, MARK_VARIABLE, MAX_MESSAGE_BYTES
 from lmres.rendezvous.edge.workers.process import Gate, Link, WorkerPlace, WorkerProcess, start_tied
 from lmres.rendezvous.edge.workers.proctree import TOKEN_VARIABLE, read_process
@@ -82,6 +84,7 @@ class _Spare:
     channel: socket.socket
     local_rank: int
     start: Start
+    names: list[str]
     data: bytes = b""
     imports: Imports | None = None
 
@@ -111,7 +114,9 @@ class WarmPool:
         self._lock = threading.Lock()
         self._launches: dict[int, Launch] = {}
         self._spares: list[_Spare] = []
+        self._handed_over: deque[_Spare] = deque()
         self._modules: tuple[str, ...] = FIRST_GUESS
+        self._learned = False
         self._excluded: dict[str, str] = {}
         self._tries_left = 0
         self._pace = PACE
@@ -149,13 +154,16 @@ class WarmPool:
                 self._launches.setdefault(local_rank, launch)
 
     def learn(self, modules: Iterable[str]) -> bool:
-        """The modules that the running program has imported, in their order. False: they are known already."""
+        """The modules that a worker of the running program has imported, in their order. True: some are new, and the
+        next ``refill`` replaces the processes that lack them."""
         names = tuple(modules)
         with self._lock:
-            if not names or names == self._modules:
+            known = self._modules if self._learned else ()
+            new = tuple(name for name in names if name not in set(known))[: MAX_NAMES - len(known)]
+            if not new:
                 return False
-            # A standby may have learned of more from another rank; what this list lacks is not needed.
-            self._modules = names
+            self._learned = True
+            self._modules = known + new
         return True
 
     @property
@@ -250,10 +258,11 @@ class WarmPool:
         except OSError as error:
             link.close()
             self._say("launch", f"a worker starts cold: it can not be handed to the warm process: {error}")
+            self._handed_over.append(spare)
             self._end(spare)
             return None
         link.handed_over()
-        # The channel is closed by the thread, which has it in its selector.
+        self._handed_over.append(spare)  # the thread has its channel in the selector, and closes it
         return WorkerProcess(spare.child, link, place=place, token=token, gate=gate)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -288,9 +297,8 @@ class WarmPool:
             spares = list(self._spares)
             launches = dict(self._launches)
             wanted = self._wanted and self._stopped is None
-        for key in [key for key in self._selector.get_map().values() if key.data not in (None, *spares)]:
-            self._selector.unregister(key.fileobj)
-            key.data.channel.close()
+        while self._handed_over:
+            self._forget(self._handed_over.popleft())
         if not wanted:
             for spare in spares:
                 if not spare.ready:
@@ -299,7 +307,9 @@ class WarmPool:
         if self._to_check:
             self._to_check = False
             for spare in spares:
-                reason = self._changed_since(spare) if spare.ready else None
+                reason = self._changed_since(spare, spare.imports) if spare.imports is not None else None
+                if spare.names != self._names():
+                    reason = "the program imports more"
                 if reason is not None:
                     log.debug("warm worker %s is replaced: %s", spare.child.pid, reason)
                     self._drop(spare)
@@ -334,10 +344,10 @@ class WarmPool:
         finally:
             theirs.close()
         start = Start(launch=launch, around=surroundings(mask=True))
-        spare = _Spare(child=child, channel=ours, local_rank=local_rank, start=start)
+        names = self._names()
+        spare = _Spare(child=child, channel=ours, local_rank=local_rank, start=start, names=names)
         with self._lock:
             self._spares.append(spare)
-            names = [name for name in self._modules if not self._is_excluded(name)]
         self._selector.register(ours, selectors.EVENT_READ, spare)
         self._on_spawn(child.pid)
         with contextlib.suppress(OSError):  # it died: seen when its channel is read
@@ -363,6 +373,9 @@ class WarmPool:
             )
         return environment_refused(launch.env)
 
+    def _names(self) -> list[str]:
+        return [name for name in self.modules if not self._is_excluded(name)]
+
     def _is_excluded(self, name: str) -> bool:
         return any(name == out or name.startswith(out + ".") for out in self._excluded)
 
@@ -375,9 +388,12 @@ class WarmPool:
             part = b""
         spare.data += part
         if not part or len(spare.data) > MAX_MESSAGE_BYTES:
-            if spare in self._spares:  # else it is a worker now
+            if spare in self._spares:
                 self._drop(spare)
                 self._wanted = True
+            else:  # it is a worker now, or on the way
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(spare.channel)
             return
         if len(spare.data) < LENGTH.size or len(spare.data) < LENGTH.size + LENGTH.unpack_from(spare.data)[0]:
             return
@@ -403,22 +419,21 @@ class WarmPool:
             blamed = imports.by.get(changing[0]) or None
             self._exclude(blamed, f"import {blamed} looks at {changing[0]}, which is not known beforehand")
             return
-        with self._lock:
-            spare.imports = imports
-        reason = self._changed_since(spare)
+        reason = self._changed_since(spare, imports)
         if reason is not None:  # another one would fare no better
             self._drop(spare)
             self._wanted = False
             self._say("spawn", f"no warm workers for now: {reason}")
             return
+        with self._lock:
+            spare.imports = imports
         log.debug("warm worker %s is ready, %s modules", spare.child.pid, message["modules"])
 
-    def _changed_since(self, spare: _Spare) -> str | None:
+    def _changed_since(self, spare: _Spare, imports: Imports) -> str | None:
         """Why ``spare`` does not fit what is launched now."""
         with self._lock:
             launch = self._launches[spare.local_rank]
-        assert spare.imports is not None
-        return unfit(spare.start, spare.imports, launch, surroundings(mask=False))
+        return unfit(spare.start, imports, launch, surroundings(mask=False))
 
     def _exclude(self, name: str | None, reason: str) -> None:
         if name is None or len(self._excluded) >= _MAX_EXCLUDED:
@@ -439,10 +454,13 @@ class WarmPool:
             if spare not in self._spares:
                 return  # taken meanwhile
             self._spares.remove(spare)
+        self._forget(spare)
+        self._end(spare)
+
+    def _forget(self, spare: _Spare) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(spare.channel)
         spare.channel.close()
-        self._end(spare)
 
     def _end(self, spare: _Spare) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -455,9 +473,8 @@ class WarmPool:
             spares = list(self._spares)
         for spare in spares:
             self._drop(spare)
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.channel.close()
+        while self._handed_over:
+            self._forget(self._handed_over.popleft())
         self._selector.close()
         with self._lock:
             read, write = self._wake_read, self._wake_write

@@ -157,7 +157,8 @@ def surroundings(*, mask: bool) -> Surroundings:
     )
 
 
-_STATUS = tuple("Umask Uid Gid Groups CapPrm CapBnd CapAmb NoNewPrivs Seccomp Cpus_allowed Mems_allowed".split())
+_STATUS = ("Umask", "Uid", "Gid", "Groups", "CapPrm", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Cpus_allowed",
+           "Mems_allowed")  # fmt: skip
 _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
 
 

@@ -1,0 +1,127 @@
+"""Warm workers under torchrun itself: streams, modules, exit codes, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.contract.workers_kit import gone
+from tests.e2e import cluster as e2e
+
+pytestmark = pytest.mark.e2e
+
+PROGRAM = """
+import sys
+print("WARM" if "torch._dynamo" in sys.modules else "COLD", sys.argv[1:], __name__, flush=True)
+import os, time
+import torch
+def main():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    generation, rank = os.environ["LMRES_GENERATION"], os.environ["RANK"]
+    print(f"generation {generation} rank {rank}", file=sys.stderr, flush=True)
+    if generation == "1":
+        while not os.path.exists(os.environ["GO"]):
+            time.sleep(0.01)
+        if rank == "1":
+            os._exit(7)
+        time.sleep(600)
+    if rank == "0" and "fail" in sys.argv:
+        raise ValueError("planted in generation 2")
+if __name__ == "__main__":
+    main()
+"""
+
+
+def agent(folder: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, str], program: list[str]) -> e2e.Cluster:
+    monkeypatch.setattr(e2e, "TORCHRUN", [sys.executable, "-m", "tests.e2e.warm_agent"])
+    program_folder = folder / "program"
+    program_folder.mkdir()
+    (program_folder / "prog.py").write_text(PROGRAM)
+    env = {"PACED": "0", "GO": str(folder / "go"), "PYTHONPATH": f"{Path(__file__).parents[2]}:{program_folder}"}
+    made = e2e.Cluster(
+        folder=folder / "run", nnodes="1:1", nproc=2, env=env, program=program, policy="observe: {log_level: debug}\n"
+    )
+    made.start("a", args=args)
+    return made
+
+
+def restart_warm(made: e2e.Cluster, folder: Path) -> None:
+    node = made.nodes["a"]
+    node.wait_event("generation_started", generation=1)
+    e2e.wait_until("both are warm", lambda: node.log.count("is ready, ") >= 2 + node.log.count("is replaced"))
+    (folder / "go").touch()
+
+
+@pytest.mark.parametrize("how", ["redirects", "tee", "module", "one rank"])
+def test_streams_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    logs = tmp_path / "logs"
+    args = {
+        "redirects": {"--redirects": "3", "--log-dir": str(logs)},
+        "tee": {"--tee": "3", "--log-dir": str(logs)},
+        "one rank": {"--local-ranks-filter": "0"},
+    }.get(how, {})
+    program = ["-m", "prog", "x"] if how == "module" else [str(tmp_path / "program" / "prog.py"), "x"]
+    made = agent(tmp_path, monkeypatch, args, program)
+    try:
+        restart_warm(made, tmp_path)
+        node = made.nodes["a"]
+        assert node.wait_exit() == 0, node.log
+        text = node.log
+        out = "WARM ['x'] __main__\n"
+        if how in ("redirects", "tee"):
+            files = sorted(logs.glob("*/attempt_1/*/stdout.log"))
+            assert [file.read_text() for file in files] == [out, out]
+            errors = sorted(logs.glob("*/attempt_1/*/stderr.log"))
+            assert [file.read_text() for file in errors] == [f"generation 2 rank {rank}\n" for rank in (0, 1)]
+        if how == "tee":
+            assert all(f"[default{rank}]:{out}" in text for rank in (0, 1))
+        elif how == "redirects":
+            assert "WARM" not in text
+        else:
+            assert text.count(out) == (1 if how == "one rank" else 2)
+            assert "generation 2 rank 0" in text
+        assert made.leftovers() == []
+    finally:
+        made.close()
+
+
+def test_a_warm_worker_fails_as_a_cold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = agent(tmp_path, monkeypatch, {"--max-restarts": "1"}, [str(tmp_path / "program" / "prog.py"), "fail"])
+    try:
+        restart_warm(made, tmp_path)
+        node = made.nodes["a"]
+        assert node.wait_exit() == 1
+        assert "WARM" in node.log
+        assert "ValueError: planted in generation 2" in node.log
+        assert made.leftovers() == []
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL])
+def test_the_pool_is_gone_with_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    made = agent(tmp_path, monkeypatch, {}, [str(tmp_path / "program" / "prog.py")])
+    try:
+        restart_warm(made, tmp_path)
+        node = made.nodes["a"]
+        node.wait_event("generation_started", generation=2)
+        children = [child.pid for child in psutil.Process(node.process.pid).children(recursive=True)]
+        store = e2e.store_pid_of(node)
+        node.signal(number)
+        node.wait_exit()
+        left = [pid for pid in children if pid != store]
+        end = time.monotonic() + 30
+        while not all(map(gone, left)) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert all(map(gone, left))
+    finally:
+        made.close()
