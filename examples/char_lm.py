@@ -77,6 +77,8 @@ def main() -> None:
     windows = Windows(read_text(arguments.characters), arguments.length)
     sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(windows, seed=0)
     loader = DataLoader(windows, batch_size=arguments.batch, sampler=sampler, drop_last=True)
+    if len(loader) == 0:
+        parser.error("--characters: too few for one batch of every rank")
     model = DistributedDataParallel(CharModel(arguments.width))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 

@@ -66,11 +66,12 @@ check "pytest e2e" "${pytest[@]}" -m e2e --junitxml="$reports/2.xml"
 tell_failed
 # Both closing lines in one, in words that a machine can read too.
 printf '\n'
-"$VENV/bin/python" - "$reports"/*.xml <<'PYTHON'
+"$VENV/bin/python" - "$reports" <<'PYTHON'
 import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
-suites = [suite for path in sys.argv[1:] for suite in ElementTree.parse(path).iter("testsuite")]
+suites = [suite for path in Path(sys.argv[1]).glob("*.xml") for suite in ElementTree.parse(path).iter("testsuite")]
 total, failures, errors, skipped = (
     sum(int(suite.get(name)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
 )

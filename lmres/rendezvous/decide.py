@@ -14,12 +14,12 @@ ambiguous one after every other active node has been heard from again; a broken 
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from lmres.errors import ExitCode
 from lmres.policy import Recovery
+from lmres.rendezvous import blame
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.plan import (
     Action,
@@ -30,13 +30,9 @@ from lmres.rendezvous.plan import (
     Streak,
     Strike,
 )
-from lmres.rendezvous.state import Evidence, Finished, Member, View
-from lmres.scout.evidence import WEIGHT_ORDER
+from lmres.rendezvous.state import Finished, Member, View
 
 Settle = Literal["now", "brief", "window"]
-SOON_MS = 120_000
-_STRIKING = frozenset({"process_crash", "out_of_memory"})
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|[0-9]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +69,6 @@ class Finish:
 
 
 Decision: TypeAlias = Wait | Commit | Finish
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Witness:
-    weight: str
-    revision: int
-    cause: Cause
-    boot_id: str = ""
-    at_ms: int = 0
-    fit: bool = True
-    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,25 +136,27 @@ def _start(view: View, min_nodes: int) -> Decision:
 
 
 def _recover(view: View, head: Plan, policy: Recovery, observed: Observed, done: frozenset[str]) -> Decision:
-    witnesses = _witnesses(view, head, done) + _late_witnesses(view, head, observed)
-    vacancies = _missing(view, head, witnesses)
+    found = blame.witnesses(view, head, done) + blame.late_witnesses(view, head, observed.late)
+    vacancies = _missing(view, head, found)
     needed = [v for v in vacancies if v.node.node_id not in done]
-    if not witnesses and not needed:
+    if not found and not needed:
         return Wait(reason=f"generation {head.generation} is running")
-    first = _first_cause(witnesses)
+    first = blame.first_cause(found)
     vague = first is not None and first.weight != "primary"
     unheard = observed.unconfirmed - {v.node.node_id for v in vacancies if v.hard}
     if vague and unheard:
         names = ", ".join(sorted(unheard))
         return Wait(reason=f"a worker failed as if a peer had gone; not yet heard from: {names}")
     run_ms = head.run_ms + observed.generation_ms
-    clear = _blame_is_clear(first, witnesses)
-    streak = _streak(head.streak, first, clear, observed.generation_ms)
+    clear = blame.is_clear(first, found)
+    streak = blame.next_streak(head.streak, first, clear, observed.generation_ms)
     if streak.count >= policy.no_progress_limit and first is not None:
         reason = f"the same failure {streak.count} times in a row without a new step: {first.cause.headline()}"
-        return Commit(plan=_stop_plan(head, reason, ExitCode.NO_PROGRESS, first.cause, streak), settle="brief")
-    charged = _charged(first, head, vacancies)
-    strikes = _strikes(head, first, charged if clear else None, run_ms, policy)
+        plan = _stop_plan(head, reason, ExitCode.NO_PROGRESS, first.cause, streak, clear=clear)
+        return Commit(plan=plan, settle="brief")
+    missing = frozenset(v.node.node_id for v in vacancies if v.hard)
+    charged = blame.charged_node(first, head, missing)
+    strikes = blame.next_strikes(head, first, charged if clear else None, run_ms, policy)
     vacancies += _struck(view, head, charged, strikes, run_ms, policy)
     return _fill(
         view,
@@ -190,7 +177,7 @@ def _recover(view: View, head: Plan, policy: Recovery, observed: Observed, done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    first: _Witness | None
+    first: blame.Witness | None
     clear: bool
     charged: ActiveNode | None
     strikes: tuple[Strike, ...]
@@ -214,7 +201,8 @@ def _fill(view: View, head: Plan, policy: Recovery, observed: Observed, case: _C
         filled.append(vacancy)
     hard = [v for v in unfilled if v.hard]
     if case.first is None and (hard or not filled):  # nothing has failed, so nothing has to be done at once
-        return Wait(reason=f"{unfilled[0].reason}; training goes on until a standby joins", for_standby=False)
+        wanted = next((v for v in unfilled if not v.hard), unfilled[0])
+        return Wait(reason=f"{wanted.reason}; training goes on until a standby joins", for_standby=False)
     if hard:
         return _no_standby(head, policy, observed, case, hard)
     plan = _plan(view, head, case, chosen, filled, unfilled)
@@ -226,13 +214,22 @@ def _no_standby(head: Plan, policy: Recovery, observed: Observed, case: _Case, h
     cause = case.first.cause if case.first is not None else None
     if any(v.dismissed for v in hard):
         reason = f"{what}, and no standby is there to take over"
-        return Commit(plan=_stop_plan(head, reason, ExitCode.TRAINING_FAILED, cause, case.streak), settle="brief")
+        return Commit(
+            plan=_stop_plan(head, reason, ExitCode.TRAINING_FAILED, cause, case.streak, clear=case.clear),
+            settle="brief",
+        )
     if policy.on_no_standby == "fail":
         reason = f"{what}; no standby is there and recovery.on_no_standby is fail"
-        return Commit(plan=_stop_plan(head, reason, ExitCode.TRAINING_FAILED, cause, case.streak), settle="window")
+        return Commit(
+            plan=_stop_plan(head, reason, ExitCode.TRAINING_FAILED, cause, case.streak, clear=case.clear),
+            settle="window",
+        )
     if observed.wait_over:
         reason = f"{what}; no standby came within join_timeout"
-        return Commit(plan=_stop_plan(head, reason, ExitCode.INFRASTRUCTURE_LOST, cause, case.streak), settle="now")
+        return Commit(
+            plan=_stop_plan(head, reason, ExitCode.INFRASTRUCTURE_LOST, cause, case.streak, clear=case.clear),
+            settle="now",
+        )
     return Wait(reason=f"{what}; waiting for a standby to join", for_standby=True)
 
 
@@ -294,7 +291,9 @@ def _action(filled: list[_Vacancy]) -> Action:
     return "replace" if filled else "restart"
 
 
-def _reason(first: _Witness | None, filled: list[_Vacancy], kept: list[_Vacancy], chosen: dict[int, Member]) -> str:
+def _reason(
+    first: blame.Witness | None, filled: list[_Vacancy], kept: list[_Vacancy], chosen: dict[int, Member]
+) -> str:
     parts = [first.cause.headline()] if first is not None else []
     parts += [
         f"slot {v.node.slot} goes from {v.node.node_id} to {chosen[v.node.slot].node_id}: {v.reason}" for v in filled
@@ -317,163 +316,16 @@ def _settle(view: View, case: _Case, filled: list[_Vacancy], chosen: dict[int, M
     return "now"
 
 
-# -- witnesses and causes ---------------------------------------------------------------------------------------------
-
-
-def _witnesses(view: View, head: Plan, done: frozenset[str]) -> list[_Witness]:
-    """Evidence of this generation, and the nodes that have gone, in the order of arrival."""
-    found = []
-    prefix = f"{view.keys.reg}evidence/{head.generation:08d}/"
-    for stored, e in view.under(prefix, Evidence):
-        if e.generation == head.generation:
-            found.append(
-                _Witness(
-                    weight=e.weight,
-                    revision=stored.created,
-                    cause=e.cause,
-                    boot_id=e.boot_id,
-                    at_ms=e.at_ms,
-                    fit=e.fit,
-                )
-            )
-    for node in head.active:
-        if node.node_id not in done:
-            lost = _gone_witness(view, node)
-            if lost is not None:
-                found.append(lost)
-    return sorted(found, key=lambda w: w.revision)
-
-
-def _gone_witness(view: View, node: ActiveNode) -> _Witness | None:
-    if view.is_live(node.node_id, node.incarnation):
-        return None
-    member, gone = view.member(node.node_id), view.gone(node.node_id)
-    host = member.host if member is not None else "unknown"
-    if gone is not None and gone.incarnation == node.incarnation:
-        revision = view.mod_revision(view.keys.gone(node.node_id))
-        failure_class = "drain" if gone.how == "left" and gone.planned else "node_lost"
-        detail, step, quiet_ms = gone.reason, gone.step, gone.quiet_ms
-    else:
-        revision = view.mod_revision(view.keys.member(node.node_id))
-        failure_class, detail, step, quiet_ms = "node_lost", "its agent was started anew", None, None
-    cause = Cause(
-        failure_class=failure_class,
-        node_id=node.node_id,
-        incarnation=node.incarnation,
-        host=host,
-        detail=detail,
-        step=step,
-        detect_ms=quiet_ms,
-    )
-    return _Witness(weight="primary", revision=revision, cause=cause, slot=node.slot)
-
-
-def _late_witnesses(view: View, head: Plan, observed: Observed) -> list[_Witness]:
-    """Nodes that live but do not become ready: unfit as long as that lasts."""
-    found = []
-    for node in head.active:
-        if node.node_id in observed.late and view.is_live(node.node_id, node.incarnation):
-            member = view.member(node.node_id)
-            cause = Cause(
-                failure_class="node_unhealthy",
-                node_id=node.node_id,
-                incarnation=node.incarnation,
-                host=member.host if member is not None else "unknown",
-                detail=f"was not ready for generation {head.generation} in time",
-            )
-            found.append(_Witness(weight="primary", revision=view.revision, cause=cause, fit=False))
-    return found
-
-
-def _first_cause(witnesses: list[_Witness]) -> _Witness | None:
-    """The heaviest weight, then arrival; on one host (one boot) its own clock is finer than arrival."""
-    if not witnesses:
-        return None
-    best = min(witnesses, key=lambda w: (WEIGHT_ORDER[w.weight], w.revision))
-    if not best.boot_id:
-        return best
-    rivals = [w for w in witnesses if w.weight == best.weight and w.boot_id == best.boot_id]
-    return min(rivals, key=lambda w: (w.at_ms, w.revision))
-
-
-def _blame_is_clear(first: _Witness | None, witnesses: list[_Witness]) -> bool:
-    """Whether the first cause is more than the first to be heard of.
-
-    A broken connection blames nobody; of ambiguous exits on several nodes all but one are consequences, and nobody can
-    say which one is not.
-    """
-    if first is None or first.weight == "primary":
-        return True
-    doubtful = {w.cause.node_id for w in witnesses if w.weight == "ambiguous"}
-    return first.weight == "ambiguous" and len(doubtful) == 1
-
-
-def _streak(previous: Streak, first: _Witness | None, clear: bool, generation_ms: int) -> Streak:
-    """A failure after an unknown step is "the same" only soon after the start: a week apart it is another one."""
-    signature = _signature(first, clear) if first is not None else ""
-    if first is None or not signature:
-        return Streak()
-    tells = bool(first.cause.step) or generation_ms <= SOON_MS
-    again = signature == previous.signature and tells
-    return Streak(signature=signature, count=previous.count + 1 if again else 1)
-
-
-def _signature(first: _Witness, clear: bool) -> str:
-    """Equal for the same failure at the same step. Empty where "the same" can not be told.
-
-    A signal or a lost node says little by itself: it counts only after a known step. Numbers in a message (ports,
-    process ids, addresses) change from time to time, and which of several ranks is heard first is chance.
-    """
-    cause = first.cause
-    if not clear:
-        what = "several workers, no clear cause"
-    elif cause.exception is not None:
-        lines = cause.exception.message.strip().splitlines()
-        what = f"{cause.exception.type_name}: {_NUMBER.sub('#', lines[0][:200]) if lines else ''}"
-    elif cause.rank is not None and cause.exit_status is not None:
-        if cause.exit_status < 0 and not cause.step:
-            return ""
-        what = f"rank {cause.rank} {cause.detail}"
-    elif cause.failure_class == "node_lost" and cause.step:
-        what = f"slot {first.slot}"
-    else:
-        return ""
-    failure_class = cause.failure_class if clear else "unknown"
-    return f"{failure_class} | {what} | step {cause.step}"
-
-
-def _charged(first: _Witness | None, head: Plan, vacancies: list[_Vacancy]) -> ActiveNode | None:
-    """The node whose worker was at fault, if a worker was."""
-    if first is None or first.weight == "secondary" or first.cause.rank is None:
-        return None
-    missing = {v.node.node_id for v in vacancies if v.hard}
-    for node in head.active:
-        if node.node_id == first.cause.node_id and node.node_id not in missing:
-            return node
-    return None
-
-
-def _strikes(
-    head: Plan, first: _Witness | None, charged: ActiveNode | None, run_ms: int, policy: Recovery
-) -> tuple[Strike, ...]:
-    """``charged`` None: nobody is struck, old strikes are kept as long as they count."""
-    window_ms = int(policy.strikes_window_s * 1000)
-    kept = [s for s in head.strikes if run_ms - s.at_run_ms <= window_ms]
-    if charged is not None and first is not None and first.cause.failure_class in _STRIKING:
-        kept.append(Strike(node_id=charged.node_id, at_run_ms=run_ms))
-    return tuple(kept)
-
-
 # -- vacancies --------------------------------------------------------------------------------------------------------
 
 
-def _missing(view: View, head: Plan, witnesses: list[_Witness]) -> list[_Vacancy]:
+def _missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[_Vacancy]:
     """Slots whose node has gone, is unfit, or is to be drained."""
     unfit = {w.cause.node_id: w.cause for w in witnesses if not w.fit}
     found = []
     for node in head.active:
         hold = view.hold(node.node_id)
-        lost = _gone_witness(view, node)
+        lost = blame.gone_witness(view, node)
         if lost is not None:
             found.append(
                 _Vacancy(
@@ -547,7 +399,9 @@ def _slots(members: list[Member]) -> tuple[ActiveNode, ...]:
     return tuple(ActiveNode(slot=i, node_id=m.node_id, incarnation=m.incarnation) for i, m in enumerate(members))
 
 
-def _stop_plan(head: Plan, reason: str, code: ExitCode, cause: Cause | None, streak: Streak) -> Plan:
+def _stop_plan(
+    head: Plan, reason: str, code: ExitCode, cause: Cause | None, streak: Streak, *, clear: bool = True
+) -> Plan:
     return _named(
         Plan(
             plan_id="",
@@ -560,6 +414,7 @@ def _stop_plan(head: Plan, reason: str, code: ExitCode, cause: Cause | None, str
             quarantined=head.quarantined,
             reason=reason,
             recovery_source={},
+            verdict="attributed" if clear else "inconclusive",
             cause=cause,
             dismissed={},
             strikes=head.strikes,

@@ -157,7 +157,7 @@ class Ledger:
         """Drops the details of a generation long past; its plan stays."""
         kinds = ("evidence", "ready", "done", "recovered")
         prefixes = tuple(f"{self.keys.reg}{kind}/{generation:08d}/" for kind in kinds)
-        yield Txn(success=tuple(DeletePrefix(prefix=p) for p in prefixes))
+        yield Txn(compares=(self._registration(),), success=tuple(DeletePrefix(prefix=p) for p in prefixes))
         self.view.drop(prefixes)
 
     def clear(self) -> Requests:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from lmres.ports import Compare, Get, Put, Txn
+from lmres.rendezvous import blame
 from lmres.rendezvous import decide as deciding
 from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.codec import encode
@@ -163,7 +164,7 @@ def _slots_by_name(view: Any, policy: Any, observed: Any) -> Any:
     return decision
 
 
-def _blame_anybody(first: Any, head: Any, vacancies: Any) -> Any:
+def _blame_anybody(first: Any, head: Any, missing: Any) -> Any:
     if first is None or first.cause.rank is None:
         return None
     return next((n for n in head.active if n.node_id == first.cause.node_id), None)
@@ -193,7 +194,7 @@ MUTANTS: dict[str, Patch] = {
     "success_of_one": lambda: mock.patch("lmres.rendezvous.agent.decide", _finish_early),
     "standby_makes_a_plan": lambda: mock.patch("lmres.rendezvous.agent.decide", _standby_counts),
     "slots_by_name": lambda: mock.patch("lmres.rendezvous.agent.decide", _slots_by_name),
-    "broken_connection_blames": _replaced(deciding, "_charged", _blame_anybody),
+    "broken_connection_blames": _replaced(blame, "charged_node", _blame_anybody),
 }
 """Name to patch. ``README.md`` says what each breaks."""
 
@@ -205,3 +206,6 @@ def planted(name: str | None) -> Iterator[None]:
         return
     with MUTANTS[name]():
         yield
+
+
+FIRST_SEEDS: dict[str, int] = {}

@@ -215,6 +215,10 @@ class Oracle:
         self.torn.clear()
         self.readmitted.clear()
 
+    def pruned(self, prefix: str) -> None:
+        for key in [k for k in self.records if k.startswith(prefix)]:
+            del self.records[key]
+
     def starts(self, process: Process, generation: int, slot: int) -> None:
         self.world.log(f"{process.name} starts workers: generation {generation} slot {slot}")
         for invariant in self.invariants:

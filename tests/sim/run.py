@@ -4,16 +4,24 @@ nothing does and a healthy rest must come to an end."""
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 from tests.sim import faults
 from tests.sim.scenario import Scenario, large_scenario_of
 from tests.sim.world import World
 
 REST_MS = 25_000
+KEPT_GENERATIONS = 2
+"""Fewer than the shipped agents keep, so that old records are dropped here too."""
 
 
 def run_seed(seed: int, *, scenario: Scenario | None = None, trace: bool = False) -> World:
     """Raises Violation. The world that is returned has come to its end."""
+    with mock.patch("lmres.rendezvous.agent.KEPT_GENERATIONS", KEPT_GENERATIONS):
+        return _run(seed, scenario, trace)
+
+
+def _run(seed: int, scenario: Scenario | None, trace: bool) -> World:
     world = World(seed, scenario=scenario, trace=trace)
     s = world.scenario
     for number in range(s.agents):

@@ -166,7 +166,10 @@ class World:
                 self.oracle.wrote(op.key, before.get(op.key), op.value, who, expected)
                 wake = wake or not op.key.startswith(self.keys.leases)
             elif isinstance(op, DeletePrefix):
-                self.oracle.wiped(who)
+                if op.prefix == self.keys.base:
+                    self.oracle.wiped(who)
+                else:
+                    self.oracle.pruned(op.prefix)
                 wake = True
         if wake:
             for process in self.living():

@@ -1,0 +1,263 @@
+"""A run told record by record, with the decision that follows: for transcripts and tests of ``decide``.
+
+Each call writes records into a view, as the store would give them, and a line into the transcript.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmres.ids import Keys
+from lmres.policy import Recovery
+from lmres.ports import Entry
+from lmres.rendezvous.codec import encode
+from lmres.rendezvous.decide import Commit, Decision, Finish, Observed, Wait, decide
+from lmres.rendezvous.plan import Cause, ExceptionInfo, Plan
+from lmres.rendezvous.state import (
+    Done,
+    Evidence,
+    Finished,
+    Formed,
+    Gone,
+    Hold,
+    Member,
+    Ready,
+    RunConfig,
+    StopRequest,
+    View,
+)
+from lmres.scout.evidence import classify_exception, classify_exit
+
+
+class Story:
+    def __init__(self, *, min_nodes: int = 2, max_nodes: int = 4, **recovery: Any) -> None:
+        self.keys = Keys(run="story")
+        self.view = View(keys=self.keys)
+        self.policy = Recovery(**recovery)
+        self.lines: list[str] = []
+        self.revision = 0
+        self._incarnations: dict[str, int] = {}
+        config = RunConfig(
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            local_world_size=1,
+            role="default",
+            heartbeat_interval_ms=500,
+            heartbeat_timeout_ms=5000,
+            policy=None,
+            written_by="a",
+            version="1",
+        )
+        self.put(self.keys.config, config)
+        rules = "".join(f", {name} {value}" for name, value in sorted(recovery.items()))
+        self.lines.append(f"run of {min_nodes} to {max_nodes} nodes{rules}")
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, record: object) -> None:
+        self.text(key, encode(record))
+
+    def text(self, key: str, value: str) -> None:
+        self.revision += 1
+        before = self.view.stored.get(key)
+        created = before.created if before is not None else self.revision
+        entry = Entry(key=key, value=value, create_revision=created, mod_revision=self.revision)
+        self.view.apply((entry,), self.revision)
+
+    def incarnation(self, node: str) -> str:
+        return f"{node}.{self._incarnations[node]}"
+
+    def head(self) -> Plan:
+        head = self.view.head()
+        assert head is not None
+        return head
+
+    def joins(self, *nodes: str, domain: str | None = None) -> Story:
+        for node in nodes:
+            self._incarnations[node] = self._incarnations.get(node, 0) + 1
+            member = Member(
+                node_id=node,
+                incarnation=self.incarnation(node),
+                address=f"10.0.0.{ord(node[0])}",
+                host=f"host-{node}",
+                boot_id=f"boot-{node}",
+                pid=100,
+                pid_start=1,
+                failure_domain=domain or node,
+            )
+            self.put(self.keys.member(node), member)
+        self.lines.append(f"joins: {' '.join(self.incarnation(n) for n in nodes)}")
+        return self
+
+    def goes(self, node: str, *, how: Any = "lost", planned: bool = False, reason: str | None = None) -> Story:
+        reason = reason or {"lost": "no heartbeat for 5.0 s", "left": "SIGTERM received"}[how]
+        gone = Gone(
+            node_id=node, incarnation=self.incarnation(node), how=how, reason=reason, by="somebody", planned=planned
+        )
+        self.put(self.keys.gone(node), gone)
+        self.lines.append(f"gone: {gone.incarnation} {how}{' as planned' if planned else ''} ({reason})")
+        return self
+
+    def forms(self, *, restarts_left: dict[str, int] | None = None) -> Story:
+        """All nodes of the newest plan are ready and the group has formed."""
+        plan, left = self.head(), restarts_left or {}
+        for node in plan.active:
+            ready = Ready(
+                generation=plan.generation,
+                node_id=node.node_id,
+                incarnation=node.incarnation,
+                address="10.0.0.1",
+                master_port=29500,
+                restarts_left=left.get(node.node_id, 3),
+            )
+            self.put(self.keys.ready(plan.generation, node.node_id), ready)
+        formed = Formed(generation=plan.generation, master_address="10.0.0.1", master_port=29500)
+        self.put(self.keys.formed(plan.generation), formed)
+        budget = "".join(f", {n} has {k} restarts left" for n, k in sorted(left.items()))
+        self.lines.append(f"generation {plan.generation} forms{budget}")
+        return self
+
+    def exits(self, node: str, status: int, *, step: int | None = None, at_ms: int = 0, boot: str = "") -> Story:
+        finding = classify_exit(status)
+        return self._fails(node, finding, step=step, at_ms=at_ms, boot=boot, status=status, exception=None)
+
+    def raises(
+        self, node: str, type_name: str, message: str, *, step: int | None = None, at_ms: int = 0, boot: str = ""
+    ) -> Story:
+        finding = classify_exception(type_name=type_name, message=message)
+        exception = ExceptionInfo(type_name=type_name, message=message)
+        return self._fails(node, finding, step=step, at_ms=at_ms, boot=boot, status=1, exception=exception)
+
+    def _fails(self, node: str, finding: Any, **what: Any) -> Story:
+        plan = self.head()
+        slot = next(n.slot for n in plan.active if n.node_id == node)
+        cause = Cause(
+            failure_class=finding.failure_class,
+            node_id=node,
+            incarnation=self.incarnation(node),
+            host=f"host-{node}",
+            detail=finding.detail,
+            rank=slot,
+            local_rank=0,
+            exit_status=what["status"],
+            exception=what["exception"],
+            step=what["step"],
+        )
+        self.sees(node, cause, weight=finding.weight, at_ms=what["at_ms"], boot=what["boot"])
+        self.lines.append(f"evidence: {finding.weight}, {cause.headline()}")
+        return self
+
+    def sees(self, node: str, cause: Cause, *, weight: Any, at_ms: int = 0, boot: str = "", fit: bool = True) -> Story:
+        generation = self.head().generation
+        prefix = f"{self.keys.reg}evidence/{generation:08d}/{node}/"
+        number = sum(key.startswith(prefix) for key in self.view.stored)
+        evidence = Evidence(
+            generation=generation,
+            reporter=node,
+            incarnation=self.incarnation(node),
+            weight=weight,
+            cause=cause,
+            boot_id=boot or f"boot-{node}",
+            at_ms=at_ms,
+            fit=fit,
+        )
+        self.put(self.keys.evidence(generation, node, number), evidence)
+        return self
+
+    def succeeds(self, *nodes: str) -> Story:
+        generation = self.head().generation
+        for node in nodes:
+            done = Done(generation=generation, node_id=node, incarnation=self.incarnation(node))
+            self.put(self.keys.done(generation, node), done)
+        self.lines.append(f"workers ended well: {' '.join(nodes)}")
+        return self
+
+    def operator(self, kind: Any, node: str) -> Story:
+        head = self.view.head()
+        generation = head.generation if head is not None else 0
+        self.put(self.keys.hold(node), Hold(node_id=node, kind=kind, generation=generation, reason="maintenance"))
+        self.lines.append(f"operator: {kind} {node} (seen generation {generation})")
+        return self
+
+    def operator_stops(self) -> Story:
+        self.put(self.keys.stop, StopRequest(reason="enough"))
+        self.lines.append("operator: stop")
+        return self
+
+    def garbage(self, key: str, value: str) -> Story:
+        self.text(key, value)
+        self.lines.append(f"garbage in {key.removeprefix(self.keys.base)}: {value!r}")
+        return self
+
+    def ends(self, outcome: Any) -> Story:
+        self.put(self.keys.finished, Finished(outcome=outcome, exit_code=0, reason="told", generation=1))
+        self.lines.append(f"finished: {outcome}")
+        return self
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def decides(self, **observed: Any) -> Decision:
+        """The decision, told; a plan is not yet written."""
+        decision = decide(self.view, self.policy, Observed(**observed))
+        if observed:
+            self.lines.append("seen: " + ", ".join(f"{k} {_plain(v)}" for k, v in sorted(observed.items())))
+        self.lines += _told(decision)
+        return decision
+
+    def commits(self, **observed: Any) -> Plan:
+        """The decision must be a plan; it is written."""
+        decision = self.decides(**observed)
+        assert isinstance(decision, Commit), decision
+        self.put(self.keys.plan(decision.plan.generation), decision.plan)
+        return decision.plan
+
+    def waits(self, **observed: Any) -> Wait:
+        decision = self.decides(**observed)
+        assert isinstance(decision, Wait), decision
+        return decision
+
+    def transcript(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def started(*, nodes: str = "ab", standbys: str = "", **settings: Any) -> Story:
+    """A run whose first generation has formed."""
+    story = Story(min_nodes=len(nodes), max_nodes=len(nodes) + len(standbys) + 2, **settings)
+    story.joins(*nodes, *standbys)
+    story.commits()
+    story.forms()
+    return story
+
+
+def _plain(value: Any) -> str:
+    return " ".join(sorted(value)) if isinstance(value, frozenset) else str(value)
+
+
+def _told(decision: Decision) -> list[str]:
+    match decision:
+        case Wait():
+            return [f"=> wait{' for a standby' if decision.for_standby else ''}: {decision.reason}"]
+        case Finish():
+            record = decision.record
+            return [f"=> finish: {record.outcome} with {record.exit_code}: {record.reason}"]
+        case Commit():
+            return _plan_told(decision)
+
+
+def _plan_told(decision: Commit) -> list[str]:
+    plan = decision.plan
+    slots = " ".join(f"{n.slot}={n.incarnation}" for n in plan.active)
+    lines = [f"=> {plan.action} generation {plan.generation} (settle {decision.settle}): {slots}"]
+    details = {
+        "class": plan.failure_class,
+        "verdict": plan.verdict if plan.verdict != "attributed" else "",
+        "standby": " ".join(plan.standby),
+        "quarantined": " ".join(f"{q.node_id}@{q.generation}" for q in plan.quarantined),
+        "charged": " ".join(plan.charged),
+        "dismissed": " ".join(plan.dismissed),
+        "strikes": " ".join(s.node_id for s in plan.strikes),
+        "streak": f"{plan.streak.count} x {plan.streak.signature}" if plan.streak.count else "",
+        "exit code": str(plan.exit_code) if plan.exit_code is not None else "",
+    }
+    lines += [f"   {name}: {value}" for name, value in details.items() if value]
+    return [*lines, f"   reason: {plan.reason}"]

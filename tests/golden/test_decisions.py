@@ -1,0 +1,302 @@
+"""Transcripts of decisions: the records, the plan, the reason. Reviewed as text, under ``decisions/``."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.golden.story import Story, started
+
+LOST = ("torch.distributed.DistBackendError", "Connection closed by peer [10.0.0.98]:41234")
+
+
+def start() -> Story:
+    story = Story(min_nodes=3)
+    story.joins("a", "b").waits()
+    story.joins("c", "d").commits()
+    story.waits()
+    return story
+
+
+def killed_worker_restarts_in_place() -> Story:
+    story = started(standbys="c")
+    story.exits("b", -9, step=7).commits()
+    return story
+
+
+def second_strike_moves_the_slot() -> Story:
+    story = started(standbys="c")
+    story.exits("b", -9, step=7).commits()
+    story.forms().exits("b", -11, step=9).commits()
+    return story
+
+
+def second_strike_without_standby_keeps_the_slot() -> Story:
+    story = started()
+    story.exits("b", -9, step=7).commits()
+    story.forms().exits("b", -11, step=9).commits()
+    return story
+
+
+def lost_node_is_replaced() -> Story:
+    story = started(standbys="c")
+    story.goes("a").commits()
+    return story
+
+
+def two_lost_nodes_one_plan() -> Story:
+    story = started(nodes="abc", standbys="de")
+    story.goes("a").goes("c").commits()
+    return story
+
+
+def lost_node_waits_for_a_standby() -> Story:
+    story = started()
+    story.goes("a").waits()
+    story.joins("c").commits()
+    return story
+
+
+def lost_node_waited_too_long() -> Story:
+    story = started()
+    story.goes("a").waits()
+    story.commits(wait_over=True)
+    return story
+
+
+def lost_node_and_no_standby_fails() -> Story:
+    story = started(on_no_standby="fail")
+    story.goes("a").commits()
+    return story
+
+
+def told_to_leave() -> Story:
+    story = started(standbys="c")
+    story.goes("a", how="left", planned=True).commits()
+    return story
+
+
+def drained_by_the_operator() -> Story:
+    story = started(standbys="c")
+    story.operator("drain", "b").commits()
+    story.forms().waits()
+    story.operator("readmit", "b").waits()
+    return story
+
+
+def drained_without_standby_trains_on() -> Story:
+    story = started()
+    story.operator("drain", "b").waits()
+    story.joins("c").commits()
+    return story
+
+
+def standby_lost_is_no_reason() -> Story:
+    story = started(standbys="cd")
+    story.goes("c").waits()
+    story.joins("e").waits()
+    return story
+
+
+def first_cause_before_its_consequence() -> Story:
+    story = started(standbys="c")
+    story.raises("a", *LOST, step=12, at_ms=10)
+    story.raises("b", "ValueError", "loss is nan", step=12, at_ms=0)
+    story.commits()
+    return story
+
+
+def on_one_host_its_clock_decides() -> Story:
+    story = started()
+    story.exits("a", -9, step=4, at_ms=1010, boot="same")
+    story.exits("b", -9, step=4, at_ms=1000, boot="same")
+    story.commits()
+    return story
+
+
+def only_broken_connections() -> Story:
+    story = started(nodes="abc", standbys="d")
+    story.raises("a", *LOST, step=5)
+    story.waits(unconfirmed=frozenset("bc"))
+    story.raises("b", *LOST, step=5)
+    story.waits(unconfirmed=frozenset("c"))
+    story.commits()
+    return story
+
+
+def broken_connections_and_then_the_loss() -> Story:
+    story = started(nodes="abc", standbys="d")
+    story.raises("a", *LOST, step=5)
+    story.waits(unconfirmed=frozenset("c"))
+    story.goes("c").commits(unconfirmed=frozenset("c"))
+    return story
+
+
+def broken_connections_again_and_again() -> Story:
+    story = started()
+    for port in (41234, 50001):
+        story.raises("a", LOST[0], f"Connection closed by peer [10.0.0.98]:{port}", step=5).commits()
+        story.forms()
+    story.raises("b", "RuntimeError", "Broken pipe", step=5).commits()
+    return story
+
+
+def exit_code_one_is_ambiguous() -> Story:
+    story = started(standbys="c")
+    story.exits("b", 1, step=3)
+    story.waits(unconfirmed=frozenset("a"))
+    story.commits()
+    return story
+
+
+def no_restarts_left_is_dismissed() -> Story:
+    story = Story(min_nodes=2)
+    story.joins("a", "b", "c").commits()
+    story.forms(restarts_left={"a": 0, "b": 0}).exits("b", -9, step=7).commits()
+    story.forms(restarts_left={"a": 0, "c": 0}).waits()
+    return story
+
+
+def no_restarts_left_and_no_standby_stops() -> Story:
+    story = Story(min_nodes=2)
+    story.joins("a", "b").commits()
+    story.forms(restarts_left={"a": 0, "b": 0}).raises("b", "ValueError", "loss is nan", step=7).commits()
+    story.waits()
+    return story
+
+
+def same_exception_at_the_same_step() -> Story:
+    story = started(standbys="c")
+    for _ in range(2):
+        story.raises("b", "ValueError", "bad sample 17", step=41).commits()
+        story.forms()
+    story.raises("b", "ValueError", "bad sample 17", step=41).commits()
+    return story
+
+
+def same_exception_after_progress_goes_on() -> Story:
+    story = started()
+    for step in (41, 42, 43, 44):
+        story.raises("b", "ValueError", "bad sample", step=step).commits()
+        story.forms()
+    return story
+
+
+def returning_node_keeps_its_slot() -> Story:
+    story = started()
+    story.goes("b").waits()
+    story.joins("c").decides()
+    story.joins("b").commits()
+    return story
+
+
+def restarted_agent_takes_its_slot_back() -> Story:
+    story = started(standbys="c")
+    story.joins("b").commits()
+    return story
+
+
+def quarantined_until_readmitted() -> Story:
+    story = started(standbys="c", node_strikes=1)
+    story.exits("b", -9, step=7).commits()
+    story.forms().goes("a").waits()
+    story.operator("readmit", "b").commits()
+    return story
+
+
+def quarantined_node_comes_back_new_and_stays_aside() -> Story:
+    story = started(standbys="c", node_strikes=1)
+    story.exits("b", -9, step=7).commits()
+    story.forms().goes("b").joins("b").goes("a").waits()
+    return story
+
+
+def one_node_two_detectors() -> Story:
+    story = started(standbys="cd")
+    story.exits("b", -9, step=7)
+    story.goes("b").commits()
+    story.forms().waits()
+    return story
+
+
+def late_crash_after_others_have_ended() -> Story:
+    story = started()
+    story.succeeds("a").waits()
+    story.exits("b", -9, step=7).commits()
+    story.forms().succeeds("a", "b").decides()
+    return story
+
+
+def ended_node_may_leave() -> Story:
+    story = started()
+    story.succeeds("a").goes("a", how="left", planned=True).waits()
+    story.succeeds("b").decides()
+    return story
+
+
+def ended_node_left_and_the_other_is_drained() -> Story:
+    story = started()
+    story.succeeds("a").goes("a", how="left", planned=True)
+    story.operator("drain", "b").waits()
+    return story
+
+
+def operator_stops_the_run() -> Story:
+    story = started()
+    story.operator_stops().commits()
+    story.waits()
+    return story
+
+
+def operator_stops_before_the_start() -> Story:
+    story = Story(min_nodes=2)
+    story.joins("a").operator_stops().decides()
+    return story
+
+
+def late_node_is_unfit() -> Story:
+    story = started(standbys="c")
+    story.exits("a", -9, step=7).commits()
+    story.decides(late=frozenset("b"))
+    return story
+
+
+def late_node_becomes_ready_after_all() -> Story:
+    story = started()
+    story.exits("a", -9, step=7).commits()
+    story.waits(late=frozenset("b"))
+    story.forms().waits()
+    return story
+
+
+def silent_standby_comes_last() -> Story:
+    story = started(standbys="cd")
+    story.goes("a").commits(silent=frozenset("c"))
+    return story
+
+
+def garbage_instead_of_the_next_plan() -> Story:
+    story = started(standbys="c")
+    story.garbage(story.keys.plan(2), '{"record":"Plan","generation":2').waits()
+    story.goes("b").commits()
+    return story
+
+
+def plan_of_another_generation_under_the_next_key() -> Story:
+    story = started(standbys="c")
+    other = story.view.stored[story.keys.plan(1)]
+    story.put(story.keys.plan(2), other.record)
+    story.lines.append("the plan of generation 1 stands under the key of generation 2")
+    story.waits()
+    return story
+
+
+STORIES: tuple[Callable[[], Story], ...] = tuple(
+    value
+    for name, value in list(globals().items())
+    if callable(value) and getattr(value, "__module__", "") == __name__ and not name.startswith("test_")
+)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda s: s.__name__)
+def test_decision(story: Callable[[], Story], golden: Callable[[str, str], None]) -> None:
+    golden(story.__name__, story().transcript())

@@ -1,0 +1,73 @@
+"""The simulator gets into every kind of situation; an invariant that is never put to the test proves nothing."""
+
+from collections import Counter
+
+from tests.sim.run import run_seed
+from tests.sim.world import World
+
+SEEDS = range(150)
+
+
+def sights(world: World) -> set[str]:
+    found = set()
+    for plan in world.oracle.plans.values():
+        found.add(f"plan {plan.action}")
+        found |= {"charged" for _ in plan.charged}
+        found |= {"dismissed" for _ in plan.dismissed}
+        found |= {"quarantined" for _ in plan.quarantined}
+        found.add(plan.verdict)
+        found.add(f"class {plan.failure_class}")
+        if "in time" in plan.reason:
+            found.add("late")
+        if "drained by the operator" in plan.reason:
+            found.add("drained")
+        if plan.streak.count > 1:
+            found.add("streak")
+        if plan.action == "replace" and any("keeps slot" in part for part in plan.reason.split("; ")):
+            found.add("kept for want of a standby")
+    for process in world.processes:
+        found.add(f"exit {process.exit_code}")
+        if process.agent.me.incarnation.rsplit(".", 1)[1] != "1":
+            found.add("came back under a new incarnation")
+        if "in use by a live agent" in process.end_reason:
+            found.add("name in use")
+        if "taken over" in process.end_reason:
+            found.add("name taken over")
+        if "agents at most" in process.end_reason:
+            found.add("too many")
+    if world.oracle.epoch > 1:
+        found.add("wiped")
+    if any(f.outcome == "succeeded" for f in world.oracle.finished):
+        found.add("succeeded")
+    return found
+
+
+EXPECTED = {
+    *(f"plan {a}" for a in ("start", "restart", "replace", "stop")),
+    *(f"class {c}" for c in ("none", "process_crash", "user_exception", "out_of_memory", "unknown", "node_lost")),
+    *(f"class {c}" for c in ("drain", "node_unhealthy")),
+    *(f"exit {c}" for c in (0, 1, 64, 69, 75, 76, -9)),
+    "charged",
+    "dismissed",
+    "quarantined",
+    "attributed",
+    "inconclusive",
+    "late",
+    "drained",
+    "streak",
+    "came back under a new incarnation",
+    "name in use",
+    "name taken over",
+    "too many",
+    "wiped",
+    "succeeded",
+}
+
+
+def test_every_kind_of_situation_is_reached() -> None:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        seen.update(sights(run_seed(seed)))
+        if seen.keys() >= EXPECTED:
+            break
+    assert not EXPECTED - seen.keys(), f"never seen in {len(SEEDS)} seeds"
