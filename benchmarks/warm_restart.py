@@ -3,7 +3,7 @@
     python -m benchmarks.warm_restart [--runs 5] [--json FILE]
 
 Three agents on one host (two active, one standby), gloo, the tiny DDP program of the tests. Each run starts a fresh
-cluster, trains for a while (the pool fills in that time), and then kills
+cluster, trains until the pools are filled, and then kills
 
 - ``worker``: one worker; the group restarts on the same agents;
 - ``node``: an agent and its worker; the standby takes over with a worker that never ran.
@@ -29,18 +29,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.e2e import cluster as e2e
 
-FILL_S = 8.0
+FILL_S = 4.0
+POLICY = "heartbeat: {interval_s: 0.2, timeout_s: 1.5}\nobserve: {log_level: debug}\n"
 STEP_S = 0.02
 
 
 def one(folder: Path, fault: str, warm: bool) -> dict[str, float]:
     e2e.TORCHRUN[:] = [sys.executable, "-m", "tests.e2e.warm_agent"]
     env = {"STEPS": "100000", "STEP_S": str(STEP_S), "STAMP": "1", "WARM": str(int(warm))}
-    with e2e.cluster(folder, env=env, policy="heartbeat: {interval_s: 0.2, timeout_s: 1.5}\n") as made:
+    with e2e.cluster(folder, env=env, policy=POLICY) as made:
         nodes = made.form("a", "b", "c")
         for node in nodes[:2]:
             node.wait_event("training_resumed", generation=1)
         time.sleep(FILL_S)
+        if warm:
+            for node in nodes:
+                e2e.wait_until(f"{node.name} is warm", lambda node=node: "is ready, " in node.log)
         steps = [float(line.split()[2]) for line in nodes[0].log.splitlines() if line.startswith("step ")]
         if fault == "worker":
             killed_at = time.time()
@@ -51,11 +55,14 @@ def one(folder: Path, fault: str, warm: bool) -> dict[str, float]:
             second = nodes[2]
         resumed = [node.wait_event("training_resumed", generation=2)["time"] for node in (nodes[0], second)]
         started = [node.wait_event("generation_started", generation=2)["time"] for node in (nodes[0], second)]
+        cold = sum("starts cold" in line for node in nodes for line in node.log.split("is ready, ", 1)[-1].splitlines())
+        if warm and cold:
+            print(*(line for node in nodes for line in node.log.splitlines() if "cold" in line), sep="\n")
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     return {
         "start": max(resumed) - max(started),
         "total": max(resumed) - killed_at,
-        "step": statistics.mean(gaps[: int(FILL_S / STEP_S / 2)]),
+        "step": statistics.mean(gaps[: int(FILL_S / STEP_S)]),
     }
 
 

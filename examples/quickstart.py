@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -245,7 +246,7 @@ def styled(text: str, style: str) -> str:
 
 def show_command(demo: Demo, name: str) -> None:
     """The command as it can be typed, a few options a line."""
-    options = demo.arguments(name)
+    options = [shlex.quote(option) for option in demo.arguments(name)]
     torchrun = short(Path(sys.executable).with_name("torchrun"))
     lines = [" ".join([torchrun, *options[:3]]), " ".join(options[3:6]), options[6], " ".join(options[7:])]
     print("  " + " \\\n      ".join(lines))
@@ -349,7 +350,7 @@ def show_timeline(demo: Demo) -> None:
     for incident in incidents:
         print(f"  {incident['failure_class']:14} {incident['action']}: {incident['reason']}")
     program = Path(sys.executable).with_name("lmres")
-    print(f"\nEvidence, plans and phases of all nodes:\n  {short(program)} {' '.join(command)}", flush=True)
+    print(f"\nEvidence, plans and phases of all nodes:\n  {shlex.join([short(program), *command])}", flush=True)
 
 
 def show_failure(demo: Demo, error: DemoError) -> None:

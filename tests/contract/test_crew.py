@@ -32,6 +32,7 @@ class Harness:
             grace_s=2.0,
             attach=False,
             guardian=self.guardian,
+            warm=None,
             on_change=self.changed.set,
             on_note=lambda worker, message: self.notes.append(message),
             on_error=self.errors.append,

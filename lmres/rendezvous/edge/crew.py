@@ -23,6 +23,7 @@ from lmres.rendezvous.edge.workers.guardian import Guardian
 from lmres.rendezvous.edge.workers.monitor import WorkerMonitor
 from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.edge.workers.stop import StopReport, stop_workers
+from lmres.rendezvous.edge.workers.warm import WarmPool, names_of_report
 from lmres.rendezvous.plan import Cause, ExceptionInfo
 from lmres.rendezvous.state import Evidence, Member
 from lmres.scout.evidence import Finding, classify_exception, classify_exit
@@ -46,18 +47,21 @@ class Crew:
         grace_s: float,
         attach: bool,
         guardian: Guardian,
+        warm: WarmPool | None,
         on_change: Callable[[], None],
         on_note: Callable[[WorkerProcess, dict[str, Any]], None],
         on_error: Callable[[BaseException], None],
         on_start: Callable[[], None],
     ) -> None:
-        """``attach``: the bootstrap goes into the workers. ``on_note`` gets the workers' own reports.
+        """``attach``: the bootstrap goes into the workers. ``warm``: where launches are tried first.
 
-        ``on_start`` is called in torch's main thread when a worker has been started.
+        ``on_note`` gets the workers' own reports. ``on_start`` is called in torch's main thread when a worker has been
+        started.
         """
         self._me = me
         self._grace_s = grace_s
         self._guardian = guardian
+        self._warm = warm
         self._on_change = on_change
         self._on_note = on_note
         self._on_start = on_start
@@ -70,6 +74,7 @@ class Crew:
             gate=self._gate,
             on_start=self._started,
             prepare_env=bootstrap_env if attach else None,
+            warm=warm,
         )
         self._on_error = on_error
         self.generation = 0
@@ -90,12 +95,16 @@ class Crew:
         self._success_shown = False
 
     def start(self) -> None:
+        if self._warm is not None:
+            self._warm.start()
         self.monitor.start()
         patch.install(self.monitor)
 
     def close(self) -> None:
         patch.uninstall(self.monitor)
         self.monitor.close()
+        if self._warm is not None:
+            self._warm.close()
 
     # -- a generation -------------------------------------------------------------------------------------------------
 
@@ -227,6 +236,10 @@ class Crew:
         kind = message.get("kind")
         if kind == "attached":
             self._attached.add(worker.pid)
+        if self._warm is not None:
+            learned = kind == "modules" and self._warm.learn(names_of_report(message))
+            if learned or kind == "first_step":  # training goes on: the cores have time for imports again
+                self._warm.refill()
         if kind == "holding":
             self._holding.add(worker.pid)
         if kind == "exception":

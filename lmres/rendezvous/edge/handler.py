@@ -26,6 +26,7 @@ from lmres.rendezvous.edge import torch_agent
 from lmres.rendezvous.edge.node import Node
 from lmres.rendezvous.edge.plugin import BACKEND
 from lmres.rendezvous.edge.policy_file import load_policy
+from lmres.rendezvous.edge.workers.warm_guess import guess_launches
 from lmres.rendezvous.options import Options, parse_options
 from lmres.rendezvous.rounds import End
 
@@ -123,6 +124,7 @@ class LmresHandler(RendezvousHandler):  # type: ignore[misc]
                 local_world_size=int(getattr(spec, "local_world_size", 1)),
                 role=str(getattr(spec, "role", "default_role")),
                 event_handler=str(getattr(spec, "event_log_handler", None) or "null"),
+                launches=guess_launches(self._agent),
                 # torch has just put its own signal handlers over ours.
                 on_worker_start=lambda: torch_agent.install_signal_handlers(self._on_signal),
             )

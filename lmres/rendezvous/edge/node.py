@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,8 @@ from lmres.rendezvous.edge.stores.file import FileStore
 from lmres.rendezvous.edge.stores.tcp import TcpStore
 from lmres.rendezvous.edge.workers.guardian import Guardian
 from lmres.rendezvous.edge.workers.proctree import read_process
+from lmres.rendezvous.edge.workers.warm import WarmPool
+from lmres.rendezvous.edge.workers.warm_fit import Launch
 from lmres.rendezvous.options import Options
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.rounds import End, Inputs, Leave, Outcome, Settings
@@ -85,6 +87,8 @@ class Node:
         self.context_path = Path(context) if context is not None else self.state_dir / "restart_context.json"
         self.events = EventLog(self.state_dir / "events.jsonl", run_id=options.run_id, node_id=self.node_id)
         self._token = uuid.uuid4().hex
+        self._warm: WarmPool | None = None
+        self._parked = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -104,9 +108,18 @@ class Node:
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def start(
-        self, *, local_world_size: int, role: str, event_handler: str, on_worker_start: Callable[[], None]
+        self,
+        *,
+        local_world_size: int,
+        role: str,
+        event_handler: str,
+        launches: Mapping[int, Launch],
+        on_worker_start: Callable[[], None],
     ) -> None:
-        """Connects to the store and starts the threads. Raises ConfigError or StoreLost."""
+        """Connects to the store and starts the threads. Raises ConfigError or StoreLost.
+
+        ``launches``: what torch will start, by local rank, as far as it can be told beforehand.
+        """
         self.events.destination = event_handler
         os.environ["LMRES_RUN_ID"] = self.options.run_id  # also marks the store process and the guardian
         self._local_world_size = local_world_size
@@ -139,12 +152,18 @@ class Node:
             heartbeat_timeout_s=beat.timeout_s,
         )
         self._guardian = Guardian(token=self._token, timeout_s=beat.timeout_s, on_problem=log.warning)
+        if self._attach and self.policy.workers.warm:
+            self._warm = WarmPool(
+                token_length=len(self._token), on_spawn=self._guardian.register, on_gone=self._guardian.unregister
+            )
+            self._warm.expect(launches)
         self._crew = Crew(
             token=self._token,
             me=lambda: self._agent.me,
             grace_s=self.policy.workers.stop_grace_s,
             attach=self._attach,
             guardian=self._guardian,
+            warm=self._warm,
             on_change=self._poke,
             on_note=self._narrator.worker_note,
             on_error=self._fail,
@@ -469,6 +488,10 @@ class Node:
 
     def _apply(self, outcome: Outcome) -> None:
         self._narrator.tell(outcome, self._crew)
+        parked = outcome.standing == "standby" and outcome.plan is not None
+        if parked and not self._parked and self._warm is not None:
+            self._warm.refill(paced=False)  # nothing else runs here
+        self._parked = parked
         if outcome.end is not None and outcome.end.run_over and outcome.end.exit_code == 0:
             self._crew.show_success()
         elif self._must_stop(outcome):
