@@ -35,9 +35,8 @@ STEP_S = 0.02
 
 
 def one(folder: Path, fault: str, warm: bool) -> dict[str, float]:
-    e2e.TORCHRUN[:] = [sys.executable, "-m", "tests.e2e.warm_agent"]
-    env = {"STEPS": "100000", "STEP_S": str(STEP_S), "STAMP": "1", "WARM": str(int(warm))}
-    with e2e.cluster(folder, env=env, policy=POLICY) as made:
+    env = {"STEPS": "100000", "STEP_S": str(STEP_S), "STAMP": "1"}
+    with e2e.cluster(folder, env=env, policy=POLICY + f"workers: {{warm: {str(warm).lower()}}}\n") as made:
         nodes = made.form("a", "b", "c")
         for node in nodes[:2]:
             node.wait_event("training_resumed", generation=1)

@@ -73,12 +73,17 @@ class Joining:
         for node_id in self.ledger.view.unreadable_members():
             if not self._is_silent(node_id, inputs):
                 return
+        doubtful = []
         for member in self.ledger.view.live_members():
-            if not (yield from self._is_dead(member, inputs)):
-                if self.moves(member):
-                    self.end = refusal
-                self.reason = f"{refusal.reason}; waiting to see whether {member.node_id} is still there"
+            if (yield from self._is_dead(member, inputs)):
+                continue
+            if self.moves(member):
+                self.end = refusal
                 return
+            doubtful.append(member.node_id)
+        if doubtful:
+            self.reason = f"{refusal.reason}; waiting to see whether {', '.join(doubtful)} is still there"
+            return
         yield from self.ledger.clear()
         self.reason = "cleared the records of an earlier run with this id"
 

@@ -57,6 +57,13 @@ class LeaseTable:
                 heard_ms=now_ms,
             )
 
+    def expect(self, node_ids: Iterable[str], now_ms: int) -> None:
+        """Members without a lease count as if theirs stood still from now on."""
+        for node_id in node_ids:
+            if node_id not in self._seen:
+                empty = Lease(incarnation="", counter=0)
+                self._seen[node_id] = _Seen(lease=empty, revision=0, moved_ms=now_ms, heard_ms=now_ms)
+
     def _forgive_gap(self, now_ms: int) -> None:
         """Of a gap in looking only one interval counts. An outage ends in a slow answer, so it makes two gaps."""
         gap_ms = now_ms - self._looked_ms if self._looked_ms is not None else 0

@@ -123,6 +123,7 @@ class Ledger:
     def _observe(self, reads: tuple[tuple[Entry, ...], ...], now_ms: int) -> None:
         prefix = len(self.keys.leases)
         self.leases.observe(((e.key[prefix:], e) for entries in reads for e in entries), now_ms)
+        self.leases.expect((m.node_id for m in self.watched()), now_ms)
 
     def give_up(self, member: Member, reason: str, *, quiet_ms: int | None = None) -> Asked:
         """Final for this incarnation, and only if its lease, registration and goodbye are still as they were read."""

@@ -6,10 +6,18 @@ ranks: they are stable, and a replacement inherits the slot of the node it repla
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
 Action = Literal["start", "restart", "replace", "shrink", "stop"]
+
+
+def plain_text(text: str) -> str:
+    """Without control characters: a program's words must not steer the terminal or the log of who reads them."""
+    return _CONTROL.sub(" ", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,7 @@ class Cause:
         """One line: who, where, what."""
         who = f"rank {self.rank} on {self.node_id}" if self.rank is not None else f"node {self.node_id}"
         step = f" after step {self.step}" if self.step is not None else ""
-        return f"{who} (host {self.host}): {self.detail}{step}"
+        return plain_text(f"{who} (host {self.host}): {self.detail}{step}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +120,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         slots = [s.slot for s in self.active]
+        if not slots:
+            raise ValueError(f"plan {self.generation}: has no active node")
         if slots != list(range(len(slots))):
             raise ValueError(f"plan {self.generation}: slots must be 0 to {len(slots) - 1} in order, found {slots}")
         if len({s.node_id for s in self.active}) != len(slots):

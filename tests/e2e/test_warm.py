@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -41,12 +40,11 @@ if __name__ == "__main__":
 """
 
 
-def agent(folder: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, str], program: list[str]) -> e2e.Cluster:
-    monkeypatch.setattr(e2e, "TORCHRUN", [sys.executable, "-m", "tests.e2e.warm_agent"])
+def agent(folder: Path, args: dict[str, str], program: list[str]) -> e2e.Cluster:
     program_folder = folder / "program"
     program_folder.mkdir()
     (program_folder / "prog.py").write_text(PROGRAM)
-    env = {"PACED": "0", "GO": str(folder / "go"), "PYTHONPATH": f"{Path(__file__).parents[2]}:{program_folder}"}
+    env = {"GO": str(folder / "go"), "PYTHONPATH": str(program_folder)}
     made = e2e.Cluster(
         folder=folder / "run", nnodes="1:1", nproc=2, env=env, program=program, policy="observe: {log_level: debug}\n"
     )
@@ -62,7 +60,7 @@ def restart_warm(made: e2e.Cluster, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["redirects", "tee", "module", "one rank"])
-def test_streams_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_streams_and_programs(tmp_path: Path, how: str) -> None:
     logs = tmp_path / "logs"
     args = {
         "redirects": {"--redirects": "3", "--log-dir": str(logs)},
@@ -70,7 +68,7 @@ def test_streams_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
         "one rank": {"--local-ranks-filter": "0"},
     }.get(how, {})
     program = ["-m", "prog", "x"] if how == "module" else [str(tmp_path / "program" / "prog.py"), "x"]
-    made = agent(tmp_path, monkeypatch, args, program)
+    made = agent(tmp_path, args, program)
     try:
         restart_warm(made, tmp_path)
         node = made.nodes["a"]
@@ -94,8 +92,8 @@ def test_streams_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
         made.close()
 
 
-def test_a_warm_worker_fails_as_a_cold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = agent(tmp_path, monkeypatch, {"--max-restarts": "1"}, [str(tmp_path / "program" / "prog.py"), "fail"])
+def test_a_warm_worker_fails_as_a_cold_one(tmp_path: Path) -> None:
+    made = agent(tmp_path, {"--max-restarts": "1"}, [str(tmp_path / "program" / "prog.py"), "fail"])
     try:
         restart_warm(made, tmp_path)
         node = made.nodes["a"]
@@ -108,8 +106,8 @@ def test_a_warm_worker_fails_as_a_cold_one(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL])
-def test_the_pool_is_gone_with_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    made = agent(tmp_path, monkeypatch, {}, [str(tmp_path / "program" / "prog.py")])
+def test_the_pool_is_gone_with_its_agent(tmp_path: Path, number: int) -> None:
+    made = agent(tmp_path, {}, [str(tmp_path / "program" / "prog.py")])
     try:
         restart_warm(made, tmp_path)
         node = made.nodes["a"]

@@ -60,7 +60,9 @@ def _launch(world: World, node_id: str, host: str | None = None) -> None:
 def pause_agent(world: World) -> None:
     process = _someone(world)
     if process is not None and not process.paused:
-        process.pause(world.rng.choice((200, 2_000, 4_000, 9_000, 15_000)))
+        timeout_ms = world.scenario.timeout_ms
+        about_the_timeout_ms = timeout_ms + world.rng.randint(-timeout_ms // 5, timeout_ms // 10)
+        process.pause(world.rng.choice((200, 2_000, about_the_timeout_ms, about_the_timeout_ms, 9_000, 15_000)))
 
 
 def pause_everybody(world: World) -> None:
@@ -95,6 +97,12 @@ def crash_two(world: World) -> None:
 
 def freeze_store(world: World) -> None:
     world.freeze(world.rng.choice((300, 2_000, 6_000, 14_000)))
+
+
+def freeze_while_forming(world: World) -> None:
+    """The store stops answering when a new group is about to form, for longer than that may take."""
+    crash_worker(world)
+    world.after(world.rng.randint(200, 600), lambda: world.freeze(14_000))
 
 
 def duplicate(world: World) -> None:
@@ -180,6 +188,24 @@ def garbage(world: World) -> None:
     world.apply(Txn(success=(Put(key=key, value=_garbage(world, key)),)), None)
 
 
+def foreign_record(world: World) -> None:
+    """A whole record of ours under the key of another node."""
+    keys, nodes = world.keys, sorted({p.node_id for p in world.processes})
+    if len(nodes) > 1:
+        one, other = world.rng.sample(nodes, 2)
+        record = world.oracle.records.get(keys.member(one))
+        if record is not None:
+            world.apply(Txn(success=(Put(key=keys.member(other), value=encode(record)),)), None)
+
+
+def slow_beat(world: World) -> None:
+    """An agent is stopped for about the timeout while requests are slow: it beats while it is being given up."""
+    process = _someone(world)
+    if process is not None and not process.paused:
+        process.pause(world.scenario.timeout_ms - world.rng.randint(0, 2 * world.scenario.interval_ms))
+        world.slow_until_ms = world.now_ms + 2 * world.scenario.timeout_ms
+
+
 def kill_and_tear(world: World) -> None:
     """An agent dies, and the last heartbeat of it is torn."""
     process = _someone(world)
@@ -228,10 +254,12 @@ ALL = (
     Fault(4, "comings", restart_agent),
     Fault(4, "pauses", pause_agent),
     Fault(1, "pauses", pause_everybody),
+    Fault(1, "pauses", slow_beat),
     Fault(2, "comings", sigterm),
     Fault(6, "workers", crash_worker),
     Fault(3, "workers", crash_two),
     Fault(3, "store", freeze_store),
+    Fault(1, "store", freeze_while_forming),
     Fault(2, "comings", duplicate),
     Fault(3, "comings", late_joiner),
     Fault(1, "comings", crowd),
@@ -242,6 +270,7 @@ ALL = (
     Fault(1, "ends", changing_of_the_guard),
     Fault(4, "garbage", garbage),
     Fault(1, "garbage", kill_and_tear),
+    Fault(1, "garbage", foreign_record),
 )
 
 

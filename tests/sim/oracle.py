@@ -117,8 +117,10 @@ class Oracle:
 
     # -- what invariants ask ------------------------------------------------------------------------------------------
 
-    def plan(self, generation: int) -> Plan | None:
-        return self.plans.get((self.epoch, generation))
+    def plan(self, generation: int, *, known_to: Process | None = None) -> Plan | None:
+        """Of the run that an agent has read of last; records may have been wiped while it was stopped."""
+        epoch = self.epoch if known_to is None else known_to.round_epoch
+        return self.plans.get((epoch, generation))
 
     def head(self) -> Plan | None:
         newest = max((g for e, g in self.plans if e == self.epoch), default=0)

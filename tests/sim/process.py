@@ -61,7 +61,7 @@ class Process:
         self._spent_for = 0
         self._round: Generator[Txn, TxnResult, Outcome] | None = None
         self._leaving_round = False
-        self._round_epoch = 0
+        self.round_epoch = 0
         self._attempt = 0
         self._wake_at: int | None = None
         self._poked = False
@@ -173,7 +173,7 @@ class Process:
             leave=self.leave,
         )
         self._leaving_round = self.leave is not None
-        self._round_epoch = self.world.oracle.epoch
+        self.round_epoch = self.world.oracle.epoch
         self._round = self.agent.round(inputs)
         self._ask(None)
 
@@ -219,7 +219,7 @@ class Process:
             self._shown = shown
             world.log(f"{self.name} {shown}")
         if outcome.end is not None and not self.end_epoch:
-            self.end_epoch = self._round_epoch
+            self.end_epoch = self.round_epoch
         if self._leaving_round:
             self.left = True
             self.exit()

@@ -57,6 +57,7 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.processes: list[Process] = []
         self.frozen_until_ms = 0
+        self.slow_until_ms = 0
         self.freezes: list[tuple[int, int]] = []
         self._heap: list[tuple[int, float, int, Callable[[], None]]] = []
         self._events = 0
@@ -133,7 +134,8 @@ class World:
         s, rng = self.scenario, self.rng
         chance = 1.0 if self.calm else rng.random()
         there_ms, back_ms = rng.randint(1, 6), rng.randint(1, 6)
-        if not self.calm and rng.random() < s.slow_requests:
+        slow = 0.5 if self.now_ms < self.slow_until_ms else s.slow_requests
+        if not self.calm and rng.random() < slow:
             there_ms += rng.randint(50, 900)
         if chance < s.lost_requests:
             self.log(f"{who.name} request lost")

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import queue
-import socket
 import subprocess
 import threading
 import time
@@ -25,30 +24,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmres import __version__
 from lmres.errors import ConfigError, ExitCode, LmresError, StoreError, StoreLost
 from lmres.ids import Keys
-from lmres.policy import Policy, policy_to_dict
+from lmres.policy import Policy
 from lmres.ports import Store
 from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.codec import to_plain
+from lmres.rendezvous.edge import torch_agent
 from lmres.rendezvous.edge.connect import connect
 from lmres.rendezvous.edge.crew import Crew, now_ms
 from lmres.rendezvous.edge.driver import LEAVE_S, Driver
 from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
+from lmres.rendezvous.edge.master_port import MasterPort
 from lmres.rendezvous.edge.narrator import Narrator
+from lmres.rendezvous.edge.registration import boot_name, make_member, make_settings, process_is_dead
 from lmres.rendezvous.edge.state_dir import default_state_dir, lock_state_dir, prepare_state_dir, write_private_json
 from lmres.rendezvous.edge.stores.file import FileStore
 from lmres.rendezvous.edge.stores.tcp import TcpStore
 from lmres.rendezvous.edge.workers.guardian import Guardian
-from lmres.rendezvous.edge.workers.proctree import read_process
 from lmres.rendezvous.edge.workers.warm import WarmPool
 from lmres.rendezvous.edge.workers.warm_fit import Launch
 from lmres.rendezvous.options import Options
 from lmres.rendezvous.plan import Cause, Plan
-from lmres.rendezvous.rounds import End, Inputs, Leave, Outcome, Settings
-from lmres.rendezvous.state import Member, RunConfig
+from lmres.rendezvous.rounds import End, Inputs, Leave, Outcome
 
 log = logging.getLogger("lmres")
 
@@ -79,7 +78,7 @@ class Node:
         identity = read_host_identity()
         self.node_id = options.node_id or default_node_id(identity)
         self._host = identity.hostname
-        self._boot_id = f"{identity.boot_id}/{_pid_namespace()}"
+        self._boot = boot_name(identity)
         folder = options.state_dir or default_state_dir(run_id=options.run_id, node_id=self.node_id)
         self.state_dir = prepare_state_dir(Path(folder))
         self._state_lock = lock_state_dir(self.state_dir)
@@ -95,8 +94,7 @@ class Node:
         self._left = threading.Event()
         self._leave: Leave | None = None
         self._waiting = False
-        self._port: socket.socket | None = None
-        self._port_number = 0
+        self._port = MasterPort()
         self._members = 0
         self._observer = True
         self._revision = 0
@@ -104,6 +102,7 @@ class Node:
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._closed = False
+        self._at_exit = False
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
@@ -123,15 +122,31 @@ class Node:
         self.events.destination = event_handler
         os.environ["LMRES_RUN_ID"] = self.options.run_id  # also marks the store process and the guardian
         self._local_world_size = local_world_size
-        incarnation = self._new_incarnation()
+        incarnation = _new_incarnation()
         connection = connect(self.options, client_id=incarnation, state_dir=self.state_dir)
         self._store: Store = connection.store
         self._watch_store: Store = connection.store.clone()
         self._server: subprocess.Popen[bytes] | None = connection.server
+        me = make_member(
+            node_id=self.node_id,
+            incarnation=incarnation,
+            address=connection.address,
+            host=self._host,
+            boot=self._boot,
+            failure_domain=self.options.failure_domain or self.node_id,
+            state_dir=self.state_dir,
+        )
         self._agent = Agent(
-            settings=self._settings(connection.address, incarnation, local_world_size, role),
-            new_incarnation=self._new_incarnation,
-            process_is_dead=self._process_is_dead,
+            settings=make_settings(
+                self.options,
+                self.policy,
+                with_policy=self._attach,
+                me=me,
+                local_world_size=local_world_size,
+                role=role,
+            ),
+            new_incarnation=_new_incarnation,
+            process_is_dead=lambda member: process_is_dead(member, self._boot),
         )
         beat = self.policy.heartbeat
         self._narrator = Narrator(
@@ -192,7 +207,7 @@ class Node:
         self._blame_unseen_restart()
         with self._changed:
             self._restarts_left = restarts_left
-            self._reserve_port()
+            self._port.reserve(self._agent.me.address)
             self._waiting = True
             self._poke()
             while True:
@@ -234,6 +249,7 @@ class Node:
         if self._closed or not hasattr(self, "_control"):
             return
         self._closed = True
+        self._at_exit = torch_state == "exit"
         steps: tuple[Callable[[], object], ...] = (
             lambda: self._finish_unwatched(torch_state),
             lambda: self._say_goodbye(torch_state),
@@ -245,7 +261,7 @@ class Node:
             self._guardian.close,
             self._watch_store.close,
             self._part_from_store,
-            self._free_port,
+            self._port.free,
             self._reap_server,
             self.events.close,
         )
@@ -266,7 +282,11 @@ class Node:
     def _tell_left(self) -> None:
         me, leave = self._agent.me, self._leave
         reason = leave.reason if leave is not None else ""
-        self.events.emit("agent_left", self._crew.generation, address=me.address, reason=reason)
+        head = self._agent.view.head()
+        generation = head.generation if head is not None else 0
+        self.events.emit("agent_left", generation, address=me.address, reason=reason)
+        if self._at_exit:
+            torch_agent.ignore_signals()  # a second one would end the interpreter on its way out
 
     # -- the main thread's helpers ------------------------------------------------------------------------------------
 
@@ -325,24 +345,6 @@ class Node:
             with contextlib.suppress(OSError):
                 self.context_path.unlink()  # an older plan's would be taken for this one's
 
-    def _reserve_port(self) -> None:
-        """Keeps a free port for the workers' store until the next group, so that nobody else is given it.
-
-        It is bound but does not listen, and with SO_REUSEADDR, as rank 0's store is: that can bind it too, and listen.
-        """
-        self._free_port()
-        address = self._agent.me.address
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        port = socket.socket(family, socket.SOCK_STREAM)
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        port.bind(("", 0))
-        self._port, self._port_number = port, port.getsockname()[1]
-
-    def _free_port(self) -> None:
-        port, self._port = self._port, None
-        if port is not None:
-            port.close()
-
     def _blame_unseen_restart(self) -> None:
         """torch restarts by itself workers that were not started through us (functions instead of a command)."""
         outcome, generation = self._outcome, self._crew.generation
@@ -400,51 +402,6 @@ class Node:
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def _settings(self, address: str, incarnation: str, local_world_size: int, role: str) -> Settings:
-        beat = self.policy.heartbeat
-        process = read_process(os.getpid())
-        started = process.started if process is not None else 0
-        me = Member(
-            node_id=self.node_id,
-            incarnation=incarnation,
-            address=address,
-            host=self._host,
-            boot_id=self._boot_id,
-            pid=os.getpid(),
-            pid_start=started,
-            failure_domain=self.options.failure_domain or self.node_id,
-            state_dir=str(self.state_dir),
-        )
-        config = RunConfig(
-            min_nodes=self.options.min_nodes,
-            max_nodes=self.options.max_nodes,
-            local_world_size=local_world_size,
-            role=role,
-            heartbeat_interval_ms=round(beat.interval_s * 1000),
-            heartbeat_timeout_ms=round(beat.timeout_s * 1000),
-            policy=_policy_text(self.policy) if self._attach else None,
-            written_by=self.node_id,
-            version=__version__,
-        )
-        return Settings(
-            keys=Keys(run=self.options.run_key),
-            me=me,
-            config=config,
-            recovery=self.policy.recovery,
-            join_timeout_ms=round(self.options.join_timeout_s * 1000),
-            form_timeout_ms=round((FORM_TIMEOUT_S + self.policy.workers.stop_grace_s) * 1000),
-        )
-
-    def _new_incarnation(self) -> str:
-        return uuid.uuid4().hex[:16]
-
-    def _process_is_dead(self, member: Member) -> bool:
-        """Only of a process on this very boot and in this process namespace can it be known."""
-        if member.boot_id != self._boot_id or not self._boot_id:
-            return False
-        process = read_process(member.pid)
-        return process is None or process.started != member.pid_start or process.state == "Z"
-
     # -- control thread -----------------------------------------------------------------------------------------------
 
     def _poke(self) -> None:
@@ -479,7 +436,7 @@ class Node:
             workers_alive=crew.alive,
             succeeded=crew.succeeded,
             restarts_left=self._restarts_left,
-            master_port=self._port_number,
+            master_port=self._port.number,
             step=crew.step,
             faults=crew.faults,
             recovered=self._narrator.recovered,
@@ -568,14 +525,5 @@ class Node:
         return run
 
 
-def _policy_text(policy: Policy) -> str:
-    import json
-
-    return json.dumps(policy_to_dict(policy), sort_keys=True)
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
+def _new_incarnation() -> str:
+    return uuid.uuid4().hex[:16]

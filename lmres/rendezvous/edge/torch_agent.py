@@ -111,6 +111,15 @@ def install_signal_handlers(on_signal: Callable[[str], None]) -> None:
         signal.signal(number, _wrapped(on_signal, current))
 
 
+def ignore_signals() -> None:
+    """For the last moments of a process that is ending anyway."""
+    if threading.current_thread() is threading.main_thread():
+        for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", HANDLED_SIGNALS).split(","):
+            number = getattr(signal, name.strip(), None)
+            if number is not None:
+                signal.signal(number, signal.SIG_IGN)
+
+
 def _wrapped(on_signal: Callable[[str], None], previous: Any) -> Callable[[int, FrameType | None], None]:
     def handle(number: int, frame: FrameType | None) -> None:
         on_signal(signal.Signals(number).name)

@@ -12,13 +12,13 @@ class CommittedFirst(Invariant):
         self._last: dict[str, int] = {}
 
     def starts(self, process: Process, generation: int, slot: int) -> None:
-        plan = self.oracle.plan(generation)
+        plan = self.oracle.plan(generation, known_to=process)
         if plan is None:
             self.fail(f"{process.name} starts workers of generation {generation}, which has no plan")
         assert plan is not None
         if plan.slot_of(process.node_id, process.agent.me.incarnation) != slot:
             self.fail(f"{process.name} starts workers of slot {slot} in generation {generation}: not named in the plan")
-        if (self.oracle.epoch, generation) not in self.oracle.formed_ms:
+        if (process.round_epoch, generation) not in self.oracle.formed_ms:
             self.fail(f"{process.name} starts workers of generation {generation}, which has not formed")
         if generation <= self._last.get(process.name, 0):
             self.fail(f"{process.name} goes back from generation {self._last[process.name]} to {generation}")

@@ -28,12 +28,17 @@ class NoFalseLoss(Invariant):
         if process is None or not process.alive or process.end_epoch or beat_ms is None:
             return
         s, now_ms = self.world.scenario, self.world.now_ms
-        if s.clean_network and process.paused_ms is None and s.timeout_ms >= 5 * s.interval_ms:
+        if (
+            s.clean_network
+            and not self.world.slow_until_ms
+            and process.paused_ms is None
+            and s.timeout_ms >= 5 * s.interval_ms
+        ):
             self.fail(f"{gone.incarnation} never was silent, but was declared lost by {gone.by}")
         frozen = [(max(a, beat_ms), min(b, now_ms)) for a, b in self.world.freezes]
         outages = [b - a for a, b in frozen if b > a]
         quiet_ms = now_ms - beat_ms - sum(outages)
-        asked_ms = SLOWEST_MS if s.slow_requests else 50
+        asked_ms = SLOWEST_MS if s.slow_requests or self.world.slow_until_ms else 50
         if any(beat_ms - s.client_timeout_ms <= b and a <= beat_ms for a, b in self.world.freezes):
             asked_ms = s.client_timeout_ms
         allowed_ms = s.timeout_ms * DRIFT - asked_ms - len(outages) * 2 * s.interval_ms

@@ -6,7 +6,7 @@ from tests.sim.process import Process
 
 class OldWorkersGone(Invariant):
     def starts(self, process: Process, generation: int, slot: int) -> None:
-        plan = self.oracle.plan(generation)
+        plan = self.oracle.plan(generation, known_to=process)
         named = {n.incarnation for n in plan.active} if plan is not None else set()
         for other in self.world.living():
             old = other.workers

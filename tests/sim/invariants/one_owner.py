@@ -10,7 +10,7 @@ class OneOwner(Invariant):
         self._owners: dict[tuple[int, int, int], str] = {}
 
     def starts(self, process: Process, generation: int, slot: int) -> None:
-        key = (self.oracle.epoch, generation, slot)
+        key = (process.round_epoch, generation, slot)
         owner = self._owners.setdefault(key, process.name)
         if owner != process.name:
             self.fail(f"{owner} and {process.name} both run slot {slot} of generation {generation}")

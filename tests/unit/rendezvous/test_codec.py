@@ -16,7 +16,7 @@ CAUSE = Cause(
     node_id="b",
     incarnation="b.1",
     host="host-b",
-    detail="ValueError: zu groß \ud83d\ude00",
+    detail="ValueError: zu groß \U0001f600 \udc80",
     rank=1,
     exit_status=1,
     exception=ExceptionInfo(type_name="ValueError", message="zu groß", last_lines=("a", "b")),

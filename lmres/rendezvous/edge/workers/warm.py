@@ -217,7 +217,7 @@ class WarmPool:
             with self._lock:
                 self._launches[place.local_rank] = launch
                 self._wanted = False  # what is still importing now would compete with the start
-            spare = self._choose(launch, place.local_rank)
+            spare = self._choose(launch, place)
             worker = None
             if spare is not None:
                 worker = self._hand_over(spare, launch, streams, place=place, token=token, gate=gate)
@@ -227,12 +227,12 @@ class WarmPool:
         self._wake()
         return worker
 
-    def _choose(self, launch: Launch, local_rank: int) -> _Spare | None:
+    def _choose(self, launch: Launch, place: WorkerPlace) -> _Spare | None:
         """Take the first process that fits out of the pool; the one made for this rank is asked first."""
         now = surroundings(mask=True)
         reason = "no process was ready"
         with self._lock:
-            for spare in sorted(self._spares, key=lambda spare: spare.local_rank != local_rank):
+            for spare in sorted(self._spares, key=lambda spare: spare.local_rank != place.local_rank):
                 if spare.imports is None:
                     continue
                 found = unfit(spare.start, spare.imports, launch, now) or _not_waiting(spare)
@@ -240,7 +240,8 @@ class WarmPool:
                     self._spares.remove(spare)
                     return spare
                 reason = found
-        self._say("launch", f"a worker starts cold: {reason}")
+        if place.generation > 1:  # the first workers of a run can only start cold
+            self._say("launch", f"a worker starts cold: {reason}")
         return None
 
     def _hand_over(
