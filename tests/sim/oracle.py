@@ -152,9 +152,9 @@ class Oracle:
         name = incarnation.rsplit(".", 1)[0]
         return next((p for p in self.world.processes if p.name == name), None)
 
-    def failed(self, generation: int) -> None:
+    def failed(self, group: tuple[int, int]) -> None:
         """A worker has failed, and its agent has noticed."""
-        self.failed_ms.setdefault((self.epoch, generation), self.world.now_ms)
+        self.failed_ms.setdefault(group, self.world.now_ms)
 
     # -- what the world tells -----------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Oracle:
 
     def succeeded(self, process: Process, workers: Workers) -> None:
         self.world.log(f"{process.name} workers of generation {workers.generation} ended well")
-        self.trained.add((self.epoch, workers.generation, process.node_id))
+        self.trained.add((*workers.group, process.node_id))
 
     def ends(self, process: Process, end: End) -> None:
         self.world.log(f"{process.name} ends with {end.exit_code}: {end.reason}")

@@ -27,7 +27,8 @@ class Workers:
     """The workers of one node in one generation (one each, for simplicity). ``state``: starting, running, failed
     (held for the plan, or ended badly), hung, done, stopping, gone."""
 
-    def __init__(self, generation: int, slot: int) -> None:
+    def __init__(self, epoch: int, generation: int, slot: int) -> None:
+        self.group = (epoch, generation)
         self.generation = generation
         self.slot = slot
         self.state = "starting"
@@ -255,7 +256,7 @@ class Process:
         if workers is None or not workers.alive or workers.state == "stopping":
             return
         workers.state = "stopping"
-        self.world.program.changed(workers.generation)
+        self.world.program.changed(workers.group)
         takes_ms = rng.randint(20, 1500)
         if not self.world.calm and rng.random() < self.world.scenario.slow_stops:
             takes_ms = rng.randint(5_000, 30_000)
@@ -280,7 +281,7 @@ class Process:
     def _start(self, generation: int, slot: int) -> None:
         self.waiting = False
         self.workers_generation = generation
-        self.workers = Workers(generation, slot)
+        self.workers = Workers(self.round_epoch, generation, slot)
         self.world.oracle.starts(self, generation, slot)
         self.world.program.joined(self, self.workers)
 
@@ -316,7 +317,7 @@ class Process:
     def _kill_workers(self) -> None:
         if self.workers is not None and self.workers.alive:
             self.workers.state = "gone"
-            self.world.program.changed(self.workers.generation)
+            self.world.program.changed(self.workers.group)
 
     def kill(self) -> None:
         self.world.log(f"FAULT {self.name} killed")
@@ -391,9 +392,9 @@ class Process:
             at_ms=self.clock_ms,
         )
         self.faults = (*self.faults, evidence)
-        self.world.oracle.failed(workers.generation)
+        self.world.oracle.failed(workers.group)
         self.world.log(f"{self.name} worker failed: {finding.weight} {finding.detail}")
-        self.world.program.changed(workers.generation)
+        self.world.program.changed(workers.group)
         self.wake(self.world.rng.randint(1, 20))
 
     def workers_succeeded(self, workers: Workers) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from tests.sim.process import Process, Workers
     from tests.sim.world import World
 
 STEP_MS = 250
+Group: TypeAlias = tuple[int, int]
+"""The epoch of the records and the generation."""
 _BROKEN = (
     ("torch.distributed.DistBackendError", "[1] Connection closed by peer [10.0.0.{n}]:{port}"),
     ("RuntimeError", "Broken pipe while writing to 10.0.0.{n}:{port}"),
@@ -22,21 +24,18 @@ class Program:
     def __init__(self, world: World) -> None:
         self.world = world
         self.step = 0
-        self._groups: dict[tuple[int, int], dict[int, tuple[Process, Workers]]] = {}
-        self._formed: set[tuple[int, int]] = set()
-
-    def _key(self, generation: int) -> tuple[int, int]:
-        return (self.world.oracle.epoch, generation)
+        self._groups: dict[Group, dict[int, tuple[Process, Workers]]] = {}
+        self._formed: set[Group] = set()
 
     def joined(self, process: Process, workers: Workers) -> None:
-        group = self._groups.setdefault(self._key(workers.generation), {})
+        group = self._groups.setdefault(workers.group, {})
         group[workers.slot] = (process, workers)
         world = self.world
 
         def started() -> None:
             if workers.state == "starting":
                 workers.state = "running"
-                self._try_step(workers.generation)
+                self._try_step(workers.group)
 
         process.later(world.rng.randint(100, 800), started)
 
@@ -45,22 +44,21 @@ class Program:
         found = [pair for _, group in sorted(self._groups.items()) for _, pair in sorted(group.items())]
         return [(p, w) for p, w in found if p.alive and w.state == "running"]
 
-    def _whole(self, generation: int) -> dict[int, tuple[Process, Workers]] | None:
-        group = self._groups.get(self._key(generation), {})
-        plan = self.world.oracle.plan(generation)
+    def _whole(self, name: Group) -> dict[int, tuple[Process, Workers]] | None:
+        group, plan = self._groups.get(name, {}), self.world.oracle.plans.get(name)
         if plan is None or len(group) < len(plan.active):
             return None
         return group if all(w.state == "running" for _, w in group.values()) else None
 
-    def _try_step(self, generation: int) -> None:
-        if self._whole(generation) is None or self._key(generation) in self._formed:
+    def _try_step(self, name: Group) -> None:
+        if self._whole(name) is None or name in self._formed:
             return
-        self._formed.add(self._key(generation))
-        self.world.log(f"generation {generation} trains from step {self.step}")
-        self.world.after(STEP_MS, lambda: self._tick(generation))
+        self._formed.add(name)
+        self.world.log(f"generation {name[1]} trains from step {self.step}")
+        self.world.after(STEP_MS, lambda: self._tick(name))
 
-    def _tick(self, generation: int) -> None:
-        group = self._whole(generation)
+    def _tick(self, name: Group) -> None:
+        group = self._whole(name)
         if group is None:
             return
         world, rng = self.world, self.world.rng
@@ -74,18 +72,18 @@ class Program:
             for _, (process, workers) in sorted(group.items()):
                 self._finish(process, workers, rng.randint(0, 2500))
             return
-        world.after(STEP_MS, lambda: self._tick(generation))
+        world.after(STEP_MS, lambda: self._tick(name))
 
     def _finish(self, process: Process, workers: Workers, delay_ms: int) -> None:
         process.later(delay_ms, lambda: process.workers_succeeded(workers))
 
-    def changed(self, generation: int) -> None:
+    def changed(self, name: Group) -> None:
         """A worker of this generation is no longer there: the others find a broken connection, or just hang."""
-        for _, (process, workers) in sorted(self._groups.get(self._key(generation), {}).items()):
+        for _, (process, workers) in sorted(self._groups.get(name, {}).items()):
             if workers.state != "running" or not process.alive:
                 continue
             rng = self.world.rng
-            if rng.random() < 0.3 and self._key(generation) in self._formed:
+            if rng.random() < 0.3 and name in self._formed:
                 workers.state = "hung"
                 continue
             self._break(process, workers, rng.randint(5, 900))

@@ -56,6 +56,11 @@ def make_hook(session: Session, each_step: Callable[[], None]) -> Callable[[Any,
             if done == 1 and session.attached:
                 FIRST.pack_into(session.page, FIRST_AT, moment)
                 session.send(b'{"kind": "first_step", "step": 1, "monotonic_ms": %d}' % (moment // 1_000_000))
+            if done == 2 and session.attached:
+                # The first step has pulled in the lazy modules: now is the time to say what the program needs.
+                from lmres.adapters.bootstrap import modules
+
+                modules.report(session)
         pack(session.page, at, step, moment)
 
     # What ``torch.compiler.disable`` sets, without its import: a compiled step must not trace into this.
