@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.e2e.cluster import PROGRAM, TORCHRUN, Cluster, free_port, wait_until
 
 GIVE_UP_S = 60.0
-QUIET_S = 6.0
+QUIET_S = 20.0
 """Training time before the fault: long enough for background work after the start to be over."""
 
 

@@ -217,6 +217,7 @@ class View:
     problems: dict[str, str] = field(default_factory=dict)
     _sections: dict[str, dict[str, Stored]] = field(default_factory=dict)
     _head: Plan | None = None
+    _live: tuple[Member, ...] | None = None
 
     def apply(self, entries: Iterable[Entry], revision: int) -> None:
         for entry in entries:
@@ -241,6 +242,8 @@ class View:
         stored = Stored(record=record, revision=entry.mod_revision, created=entry.create_revision, problem=problem)
         self.stored[key] = stored
         self._sections.setdefault(section, {})[key] = stored
+        if section in ("member", "gone"):
+            self._live = None
         if isinstance(record, Plan) and (self._head is None or record.generation >= self._head.generation):
             self._head = record
 
@@ -337,12 +340,12 @@ class View:
 
     def live_members(self) -> tuple[Member, ...]:
         """In the order of their registration."""
-        found = [
-            (stored.revision, m)
-            for stored, m in self.under(f"{self.keys.reg}member/", Member)
-            if self.gone(m.node_id) is None
-        ]
-        return tuple(m for _, m in sorted(found, key=lambda pair: pair[0]))
+        if self._live is None:
+            members = [
+                pair for pair in self.under(f"{self.keys.reg}member/", Member) if self.gone(pair[1].node_id) is None
+            ]
+            self._live = tuple(m for _, m in sorted(members, key=lambda pair: pair[0].revision))
+        return self._live
 
     def unreadable_members(self) -> tuple[str, ...]:
         """Node ids under which something stands that can not be read, and never could: somebody may be there."""

@@ -29,6 +29,8 @@ def test_sigkill_of_one_worker_restarts_in_place_and_twice_replaces(tmp_path: Pa
         # Only the victim's agent has spent one of torch's restarts.
         assert ("2", "0", "0") in a.starts()
         assert ("2", "1", "1") in b.starts()
+        ports = [line.split()[4] for line in a.log.splitlines() if line.startswith("start ")]
+        assert len(ports) == len(set(ports)) == 2, "each generation has a master port of its own"
 
         os.kill(b.worker_pids(2)[0], signal.SIGKILL)
         second = a.wait_event("plan_committed", generation=3)

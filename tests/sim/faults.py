@@ -113,6 +113,14 @@ def duplicate(world: World) -> None:
         _launch(world, process.node_id, world.rng.choice((process.host.name, f"other-{process.node_id}")))
 
 
+def replace_the_stopped(world: World) -> None:
+    """An agent is stopped, its scheduler gives it up and starts another with its name elsewhere; then it goes on."""
+    process = _someone(world)
+    if process is not None and not process.paused:
+        process.pause(15_000)
+        world.after(1_000, lambda: _launch(world, process.node_id, f"other-{process.node_id}"))
+
+
 def late_joiner(world: World) -> None:
     _launch(world, f"late{len(world.processes)}")
 
@@ -261,6 +269,7 @@ ALL = (
     Fault(3, "store", freeze_store),
     Fault(1, "store", freeze_while_forming),
     Fault(2, "comings", duplicate),
+    Fault(1, "comings", replace_the_stopped),
     Fault(3, "comings", late_joiner),
     Fault(1, "comings", crowd),
     Fault(2, "workers", operator_drain),

@@ -5,7 +5,7 @@ from collections import Counter
 from tests.sim.run import run_seed
 from tests.sim.world import World
 
-SEEDS = range(150)
+SEEDS = range(300)
 
 
 def sights(world: World) -> set[str]:
@@ -70,4 +70,5 @@ def test_every_kind_of_situation_is_reached() -> None:
         seen.update(sights(run_seed(seed)))
         if seen.keys() >= EXPECTED:
             break
-    assert not EXPECTED - seen.keys(), f"never seen in {len(SEEDS)} seeds"
+    missing = sorted(EXPECTED - seen.keys())
+    assert not missing, f"never seen in {len(SEEDS)} seeds"

@@ -25,7 +25,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     where = [os.environ.get(name, "-") for name in ("LMRES_GENERATION", "TORCHELASTIC_RESTART_COUNT")]
-    print("start", *where, rank, flush=True)
+    print("start", *where, rank, os.environ["MASTER_PORT"], flush=True)
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
