@@ -298,11 +298,12 @@ class Agent:
     def _note_wait(self, wait: Wait, inputs: Inputs) -> None:
         self.reason = wait.reason
         self._proposed = None
+        attended_ms = self.ledger.leases.attended_ms(inputs.now_ms)
         if not wait.for_standby:
             self._waiting_ms = None
         elif self._waiting_ms is None:
-            self._waiting_ms = self.ledger.leases.attended_ms(inputs.now_ms)
-        waited = inputs.now_ms - (self._started_ms or inputs.now_ms)
+            self._waiting_ms = attended_ms
+        waited = attended_ms - (self._started_ms or 0)
         if self.view.head() is None and waited >= self.settings.join_timeout_ms:
             self._finish(ExitCode.INFRASTRUCTURE_LOST, f"no group within join_timeout: {wait.reason}")
 

@@ -171,6 +171,33 @@ def test_waiting_for_a_standby_ends_after_join_timeout() -> None:
     assert head(a).action == "stop"
 
 
+def test_a_wait_that_has_ended_does_not_count_towards_the_next() -> None:
+    engine = Engine()
+    a, b = running(engine, "a", "b")
+    a.see(faults=(evidence(a, generation=1),))
+    let(a, b, ms=500)
+    a.returns()
+    let(a, b, ms=12_000)
+    assert "was not ready" in a.outcome.waiting_for
+    b.returns()
+    let(a, b, ms=500)
+    assert a.outcome.formed is not None
+    a.starts()
+    b.starts()
+    let(a, b, ms=20_000)
+    let(a, ms=TIMEOUT + 1_000)
+    assert "waiting for a standby" in a.outcome.waiting_for
+    assert a.outcome.end is None
+
+
+def test_time_in_which_an_agent_was_stopped_is_no_waiting() -> None:
+    engine = Engine()
+    a = Node(engine, "a")
+    let(a, ms=1_000)
+    a.round(after_ms=3_600_000)
+    assert a.outcome.end is None
+
+
 def test_no_group_within_join_timeout() -> None:
     engine = Engine()
     a = Node(engine, "a")
