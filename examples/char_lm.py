@@ -96,6 +96,7 @@ def main() -> None:
             if step == arguments.steps:
                 break
         epoch += 1
+    dist.barrier()  # a rank that leaves early takes its connections, and rank 0's store, from the others
     dist.destroy_process_group()
 
 

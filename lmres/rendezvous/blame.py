@@ -137,6 +137,8 @@ def _signature(first: Witness, clear: bool) -> str:
     process ids, addresses) change from time to time, and which of several ranks is heard first is chance.
     """
     cause = first.cause
+    if cause.failure_class == "out_of_memory" and cause.step:
+        return ""  # a leak ends every generation after as many steps, however far the run has come
     if not clear:
         what = "several workers, no clear cause"
     elif cause.exception is not None:
