@@ -63,3 +63,4 @@ def test_a_dead_port_is_given_up_after_timeout(tmp_path: Path) -> None:
         assert 3 <= time.monotonic() - began < 20  # 3 to 5 s, the start of Python and torch, and a busy machine
         assert f"no store answered at --rdzv-endpoint={c.endpoint}" in node.log
         assert "is_host=true" in node.log
+        assert node.log.count("waiting for the store at") == 1

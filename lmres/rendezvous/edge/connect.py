@@ -26,6 +26,8 @@ log = logging.getLogger("lmres")
 
 FIRST_TRY_MS = 5_000
 RETRY_MAX_S = 0.5
+SAY_AFTER_TRIES = 4
+"""The host of the store may be a moment behind; only a longer wait is worth a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +83,16 @@ def _first_answer(store: TcpStore, options: Options, addresses: tuple[str, ...],
         left_ms = max(100, round((end - time.monotonic()) * 1000))
         store.transact(Txn(), timeout_ms=min(FIRST_TRY_MS, left_ms))
 
+    def said_once(state: tenacity.RetryCallState) -> None:
+        if state.attempt_number == SAY_AFTER_TRIES:
+            error = state.outcome.exception() if state.outcome is not None else None
+            log.info("waiting for the store at %s, for up to %.0f s (%s)", options.endpoint, timeout_s, error)
+
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(StoreUnavailable),
         wait=tenacity.wait_random_exponential(multiplier=0.05, max=RETRY_MAX_S),
         stop=tenacity.stop_after_delay(timeout_s),
+        before_sleep=said_once,
     )
     try:
         retrying(attempt)
