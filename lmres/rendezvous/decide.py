@@ -263,7 +263,8 @@ def _plan(
         and m.node_id not in dismissed
         and view.quarantine_reason(m.node_id) is None
     )
-    first, action = case.first, _action(filled)
+    first = case.first
+    action: Action = "replace" if filled else "restart"
     return _named(
         Plan(
             plan_id="",
@@ -285,10 +286,6 @@ def _plan(
             run_ms=case.run_ms,
         )
     )
-
-
-def _action(filled: list[_Vacancy]) -> Action:
-    return "replace" if filled else "restart"
 
 
 def _reason(

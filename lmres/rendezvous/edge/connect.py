@@ -15,7 +15,7 @@ from pathlib import Path
 import tenacity
 
 from lmres.errors import ConfigError, StoreLost, StoreProtocolError, StoreUnavailable
-from lmres.ports import Store, Txn
+from lmres.ports import Store
 from lmres.rendezvous.edge.host import advertised_address, is_local_endpoint, local_addresses, resolve
 from lmres.rendezvous.edge.stores.file import FileStore
 from lmres.rendezvous.edge.stores.spawn import bind_endpoint, start_server
@@ -58,12 +58,12 @@ def _connect_tcp(options: Options, client_id: str, state_dir: Path) -> Connectio
     except StoreUnavailable as error:
         raise StoreLost(str(error)) from error
     server = None
-    if is_local_endpoint(addresses, override=options.is_host):
+    own = is_local_endpoint(addresses, override=options.is_host)
+    if own:
         listener = bind_endpoint(addresses, options.port)
         if listener is not None:
             server = start_server(listener, log_path=state_dir / "store.log")
             log.info("this agent hosts the store at %s (pid %d)", options.endpoint, server.pid)
-    own = server is not None or is_local_endpoint(addresses, override=options.is_host)
     store = TcpStore((options.host, options.port), client_id=client_id, addresses=addresses)
     left_s = max(1.0, options.timeout_s - (time.monotonic() - start))
     _first_answer(store, options, addresses, own, left_s)
@@ -81,7 +81,7 @@ def _first_answer(store: TcpStore, options: Options, addresses: tuple[str, ...],
 
     def attempt() -> None:
         left_ms = max(100, round((end - time.monotonic()) * 1000))
-        store.transact(Txn(), timeout_ms=min(FIRST_TRY_MS, left_ms))
+        store.connect_probe(timeout_ms=min(FIRST_TRY_MS, left_ms))
 
     def said_once(state: tenacity.RetryCallState) -> None:
         if state.attempt_number == SAY_AFTER_TRIES:
