@@ -2,4 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmres.adapters.session import Session
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "session"]
+
+
+def session() -> Session | None:
+    """The running session of this worker, or None where there is none (see ``lmres.adapters.session``)."""
+    from lmres.adapters.session import session as running
+
+    return running()

@@ -57,3 +57,35 @@ class StoreLost(StoreError):
     """The store stayed out of reach for longer than allowed: this agent stops its workers and ends."""
 
     exit_code = ExitCode.INFRASTRUCTURE_LOST
+
+
+class VaultError(LmresError):
+    """The state in memory can not be kept, read or copied: training goes on, the next source is tried."""
+
+
+class TransferError(VaultError):
+    """A part did not come whole from a peer: nothing of it counts, another holder is asked."""
+
+
+class PartMissing(TransferError):
+    """The peer answers, but has no part with this digest (any more): ask another holder."""
+
+
+class DigestMismatch(TransferError):
+    """The bytes that came are not those of the digest: this copy is not used again."""
+
+
+class DurableError(VaultError):
+    """A file of the durable tier could not be written or read: older files stay as they were."""
+
+
+class CaptureError(LmresError):
+    """The training state can not be captured, or does not fit this program: protection goes off, training goes on."""
+
+
+class StateError(LmresError):
+    """The state of a step can not be had whole on this host: an older one, or another source, is taken."""
+
+
+class ResumeError(LmresError):
+    """The program can not be brought back to its step as it was. It is stopped rather than continued wrongly."""

@@ -78,5 +78,11 @@ class Keys:
     def done(self, generation: int, node_id: str) -> str:
         return f"{self.reg}done/{generation:08d}/{node_id}"
 
+    def holdings(self, node_id: str) -> str:
+        return f"{self.reg}holdings/{node_id}"
+
+    def banned(self, step: int, origin: int) -> str:
+        return f"{self.reg}banned/{origin:08d}-{step:012d}"
+
     def recovered(self, generation: int, node_id: str) -> str:
         return f"{self.reg}recovered/{generation:08d}/{node_id}"

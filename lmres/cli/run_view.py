@@ -15,6 +15,7 @@ from lmres.policy import Recovery
 from lmres.rendezvous.decide import Commit, Decision, Finish, Observed, Wait, decide
 from lmres.rendezvous.joining import run_is_over
 from lmres.rendezvous.plan import Plan
+from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.state import Gone, Member, Recovered, RunConfig, View
 
 State = Literal["forming", "running", "recovering", "waiting_for_standby", "succeeded", "failed"]
@@ -49,9 +50,19 @@ def recovery_policy(config: RunConfig | None) -> Recovery:
         return Recovery()
 
 
+def checkpointing(config: RunConfig | None) -> Checkpointing:
+    """Whether the run keeps its state in memory; as ``recovery_policy`` where that can not be read."""
+    try:
+        body = json.loads(config.policy) if config is not None and config.policy is not None else {}
+        wanted = bool(body["checkpoint"]["enabled"]) and body["workers"]["resume"] != "none"
+        return Checkpointing(enabled=wanted, replicas=int(body["checkpoint"]["replicas"]))
+    except (ValueError, TypeError, KeyError):
+        return Checkpointing()
+
+
 def next_decision(view: View) -> Decision:
     """What the agents would decide now, but for what only their clocks can tell."""
-    return decide(view, recovery_policy(view.config), Observed())
+    return decide(view, recovery_policy(view.config), Observed(), checkpointing(view.config))
 
 
 def run_state(view: View) -> RunState:

@@ -11,8 +11,9 @@ from lmres.cli.command import Command, Output
 from lmres.cli.heartbeats import Heartbeat, watch_heartbeats
 from lmres.cli.observer import Observer, Snapshot
 from lmres.cli.run_selection import RunSelection, add_run_options, select_run
-from lmres.cli.run_view import all_members, is_over, node_role, recovery_policy, run_state
-from lmres.cli.text import clean, columns, table, wrap
+from lmres.cli.run_view import all_members, checkpointing, is_over, node_role, recovery_policy, run_state
+from lmres.cli.text import clean, columns, size_text, table, wrap
+from lmres.rendezvous.codec import to_plain
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Member, Ready, RunConfig
 
@@ -77,7 +78,8 @@ def _node(
     role, head, size = node_role(view, member), view.head(), _local_world_size(view.config) or 0
     heartbeat, beat = heartbeats.get(member.node_id), snapshot.leases.get(member.node_id)
     lease = beat.lease if beat is not None else None
-    current = role.name == "active" and lease is not None and lease.incarnation == member.incarnation
+    mine = lease is not None and lease.incarnation == member.incarnation
+    current = role.name == "active" and mine
     return {
         "node_id": member.node_id,
         "role": role.name,
@@ -90,6 +92,7 @@ def _node(
         "heartbeat_age_s": heartbeat.age_s if heartbeat is not None else None,
         "heartbeat_moved": heartbeat.moved if heartbeat is not None else None,
         "step": lease.step if lease is not None and current else None,
+        "state": to_plain(lease.keeping) if lease is not None and mine and lease.keeping is not None else None,
         "failure_domain": member.failure_domain,
         "strikes": sum(s.node_id == member.node_id for s in head.strikes) if head is not None else 0,
         "restarts_left": ready.restarts_left if ready is not None else None,
@@ -100,12 +103,14 @@ def _node(
 def not_covered(config: RunConfig | None, standbys: int) -> list[str]:
     """What a failure costs all the same, in this version and with these settings."""
     lines = [
-        "training state: there is no checkpoint subsystem in this version; after a failure the program starts at its "
-        "own checkpoint, or at step 0",
         "hangs, stragglers and silent corruption are not detected in this version",
     ]
     if config is not None and config.policy is None:
         lines.append("no policy was given: nothing is attached inside the workers, exceptions and steps are not seen")
+    if not checkpointing(config).enabled:
+        lines.append(
+            "training state is not kept: after a failure the program starts at its own checkpoint, or at step 0"
+        )
     if standbys == 0:
         then = "the run waits for one to join" if recovery_policy(config).on_no_standby == "wait" else "the run ends"
         lines.append(f"there is no standby: when a node is lost {then}")
@@ -178,6 +183,7 @@ def _node_lines(value: Mapping[str, Any], width: int) -> list[str]:
         ]
         rows.append([*row, clean(n["failure_domain"], 128)] if domains else row)
     lines = table(rows, width=width, shrink=(3, 4, 9) if domains else (3, 4))
+    lines += _state_lines(nodes, width)
     notes = [(n["node_id"], n["reason"]) for n in nodes if n["reason"]]
     notes += [
         (n["node_id"], "no restarts left (--max-restarts): the next fault of a worker here ends its agent")
@@ -187,6 +193,33 @@ def _node_lines(value: Mapping[str, Any], width: int) -> list[str]:
     for node_id, reason in notes:
         lines += wrap(f"{clean(node_id, 128)}: {clean(reason)}", width=width, indent="  ", hanging="    ")
     return lines
+
+
+def _state_lines(nodes: list[dict[str, Any]], width: int) -> list[str]:
+    kept = [(n["node_id"], n["state"]) for n in nodes if n["state"] is not None]
+    if not kept:
+        return []
+    rows = [["STATE IN MEMORY", "SAFE STEP", "COPIES", "USED", "LIMIT", "DURABLE STEP"]]
+    rows += [
+        [
+            clean(node_id, 128),
+            _step_text(state["safe_step"]),
+            f"{state['copies']} of {state['copies_wanted']}",
+            size_text(state["memory_bytes"]),
+            size_text(state["memory_limit_bytes"]),
+            _step_text(state["durable_step"]),
+        ]
+        for node_id, state in kept
+    ]
+    lines = ["", *table(rows, width=width, shrink=(0,))]
+    for node_id, state in kept:
+        if state["problem"]:
+            lines += wrap(f"{clean(node_id, 128)}: {clean(state['problem'])}", width=width, indent="  ", hanging="    ")
+    return lines
+
+
+def _step_text(step: int | None) -> str:
+    return "-" if step is None else str(step)
 
 
 def _role_text(node: Mapping[str, Any]) -> str:

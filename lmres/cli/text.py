@@ -73,3 +73,13 @@ def names(values: Sequence[str], most: int = 20) -> str:
 def seconds(value: float | None) -> str:
     """Seconds to two places; "-" where not known."""
     return "-" if value is None else f"{value:.2f}"
+
+
+def size_text(count: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

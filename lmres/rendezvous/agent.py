@@ -23,18 +23,19 @@ stop, whether the group has formed, whether and how to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lmres.errors import ExitCode
 from lmres.ids import Keys
 from lmres.ports import Put, Txn, TxnResult
 from lmres.rendezvous.codec import encode
-from lmres.rendezvous.decide import Commit, Finish, Observed, Wait, decide
+from lmres.rendezvous.decide import Commit, Decision, Finish, Observed, Wait, decide
 from lmres.rendezvous.joining import Joining, end_of_run, run_is_over
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.ledger import Displaced, Ledger, StoreReset
 from lmres.rendezvous.notes import fault_note, gone_cause, plan_note
 from lmres.rendezvous.plan import Cause, Plan
+from lmres.rendezvous.resume import TELL_MS
 from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Requests, Settings, Standing
 from lmres.rendezvous.state import Done, Formed, Member, Ready, View
 
@@ -63,11 +64,14 @@ class Agent:
     _started_ms: int | None = None
     _sent_faults: int = 0
     _sent_recovered: int = 0
+    _sent_banned: int = 0
     _head_seen: tuple[int, int] = (0, 0)
     _formed_seen: tuple[int, int] = (0, 0)
     _evidence_seen: tuple[int, int] = (0, 0)
     _proposed: tuple[int, int] | None = None
     _waiting_ms: int | None = None
+    _untold_ms: dict[str, int] = field(default_factory=dict)
+    _freeze: int | None = None
     _due_ms: int | None = None
     _notes: list[Note] = field(default_factory=list)
     _told_generation: int = 0
@@ -101,7 +105,7 @@ class Agent:
 
     def round(self, inputs: Inputs) -> Generator[Txn, TxnResult, Outcome]:
         """One round. May be abandoned between any two requests; the next one starts from what was confirmed."""
-        self._due_ms = None
+        self._due_ms = self._freeze = None
         if self._started_ms is None:
             self._started_ms = inputs.now_ms
         if inputs.leave is not None:
@@ -128,8 +132,8 @@ class Agent:
             yield from self.ledger.restore_lasting()
             yield from self._declare_lost(inputs)
             yield from self._advance(inputs)
-            if ledger.observer_index() is not None:
-                yield from self._decide(inputs)
+            yield from self._tell_holdings(inputs)
+            yield from self._decide(inputs)
             self._follow(inputs)
             self._tell()
 
@@ -153,7 +157,16 @@ class Agent:
     # -- reporting ----------------------------------------------------------------------------------------------------
 
     def _send(self, inputs: Inputs) -> Requests:
-        """Evidence and reports that the store has not confirmed yet. Their keys are unique: a repeat is harmless."""
+        """Evidence and reports that the store has not confirmed yet. Their keys are unique: a repeat is harmless.
+
+        A state that is banned for a failure is so before anybody hears of the failure.
+        """
+        while self._sent_banned < len(inputs.banned):
+            banned = inputs.banned[self._sent_banned]
+            key = self.keys.banned(banned.step, banned.origin)
+            if not (yield from self.ledger.write(Put(key=key, value=encode(banned)))):
+                return
+            self._sent_banned += 1
         while self._sent_faults < len(inputs.faults):
             number = self._sent_faults
             fault = inputs.faults[number]
@@ -167,6 +180,17 @@ class Agent:
             if not (yield from self.ledger.write(Put(key=key, value=encode(record)))):
                 return
             self._sent_recovered += 1
+
+    def _tell_holdings(self, inputs: Inputs) -> Requests:
+        """What the vault held when it was frozen in this generation. Anew if that was said before the group formed."""
+        generation, held = self._generation(), inputs.holdings
+        if held is None or held.generation != generation or not self.settings.checkpointing.enabled:
+            return
+        key, formed = self.keys.holdings(self.me.node_id), self.keys.formed(generation)
+        record = replace(held, node_id=self.me.node_id, incarnation=self.me.incarnation)
+        if self.view.holds(key, record) and self.view.mod_revision(key) > self.view.mod_revision(formed):
+            return
+        yield from self.ledger.write(Put(key=key, value=encode(record)), compares=(self.ledger.unchanged(formed),))
 
     def _declare_lost(self, inputs: Inputs) -> Requests:
         for member in self.ledger.watched():
@@ -224,8 +248,13 @@ class Agent:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _decide(self, inputs: Inputs) -> Requests:
+        """Everybody must know whether a plan is coming; only observers make it."""
         self._mark_times(inputs.now_ms)
-        decision = decide(self.view, self.settings.recovery, self._observed(inputs))
+        settings = self.settings
+        decision = decide(self.view, settings.recovery, self._observed(inputs), settings.checkpointing)
+        self._mark_freeze(decision)
+        if self.ledger.observer_index() is None:
+            return
         match decision:
             case Wait():
                 self._note_wait(decision, inputs)
@@ -238,6 +267,16 @@ class Agent:
             case Finish():
                 next_plan = (self.keys.plan(self._generation() + 1),)
                 yield from self.ledger.create(self.keys.finished, encode(decision.record), unless_changed=next_plan)
+
+    def _mark_freeze(self, decision: Decision) -> None:
+        match decision:
+            case Wait():
+                wanted = decision.freeze
+            case Commit():
+                wanted = decision.plan.action != "stop"
+            case Finish():
+                wanted = False
+        self._freeze = self._generation() if wanted and self.settings.checkpointing.enabled else None
 
     def _generation(self) -> int:
         head = self.view.head()
@@ -252,6 +291,7 @@ class Agent:
         if self._head_seen[0] != generation:
             self._head_seen = (generation, self.ledger.leases.attended_ms(now_ms))
             self._waiting_ms = None
+            self._untold_ms.clear()
         if self._formed_seen[0] != generation and self.view.formed(generation) is not None:
             self._formed_seen = (generation, now_ms)
 
@@ -283,7 +323,12 @@ class Agent:
             silent=frozenset(m.node_id for m in self.ledger.watched() if leases.is_silent(m.node_id, now_ms)),
             generation_ms=now_ms - self._formed_seen[1] if formed else 0,
             wait_over=waited >= self.settings.join_timeout_ms,
+            overdue=frozenset(m.node_id for m in self.view.live_members() if self._is_overdue(m, attended_ms)),
         )
+
+    def _is_overdue(self, member: Member, attended_ms: int) -> bool:
+        since_ms = self._untold_ms.get(member.incarnation)
+        return since_ms is not None and attended_ms - since_ms >= TELL_MS
 
     def _late(self, attended_ms: int) -> frozenset[str]:
         """Nodes that live but do not become ready (their old workers can not be killed, say)."""
@@ -299,10 +344,13 @@ class Agent:
         self.reason = wait.reason
         self._proposed = None
         attended_ms = self.ledger.leases.attended_ms(inputs.now_ms)
-        if not wait.for_standby:
+        if not wait.for_standby and not wait.untold:
             self._waiting_ms = None
-        elif self._waiting_ms is None:
+        elif wait.for_standby and self._waiting_ms is None:
             self._waiting_ms = attended_ms
+        for member in self.view.live_members():
+            if member.node_id in wait.untold:
+                self._untold_ms.setdefault(member.incarnation, attended_ms)
         waited = attended_ms - (self._started_ms or 0)
         if self.view.head() is None and waited >= self.settings.join_timeout_ms:
             self._finish(ExitCode.INFRASTRUCTURE_LOST, f"no group within join_timeout: {wait.reason}")
@@ -404,6 +452,7 @@ class Agent:
             stop_workers=behind or over,
             workers_generation=inputs.workers_generation,
             charged=slot is not None and any(self.me.node_id in p.charged for p in self._unseen_plans(inputs)),
+            freeze=self._freeze if self.end is None else None,
             end=self.end,
             notes=notes,
         )

@@ -20,6 +20,9 @@ SOON_MS = 120_000
 _STRIKING = frozenset({"process_crash", "out_of_memory"})
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|[0-9]+")
 
+NO_WAY_BACK = "lmres.errors.ResumeError"
+"""The exception's type in the report of a worker that could not be brought back to its step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
@@ -120,24 +123,34 @@ def is_clear(first: Witness | None, found: list[Witness]) -> bool:
     return first.weight == "ambiguous" and len(doubtful) == 1
 
 
-def next_streak(previous: Streak, first: Witness | None, clear: bool, generation_ms: int) -> Streak:
-    """A failure after an unknown step is "the same" only soon after the start: a week apart it is another one."""
-    signature = _signature(first, clear) if first is not None else ""
+def has_no_way_back(cause: Cause) -> bool:
+    """The program does not stand where it stood, in this life or in any other: to start it again changes nothing."""
+    return cause.exception is not None and cause.exception.type_name == NO_WAY_BACK
+
+
+def next_streak(head: Plan, first: Witness | None, clear: bool, generation_ms: int, resume_step: int) -> Streak:
+    """``resume_step``: where the next generation goes on; 0 where no state is restored.
+
+    A failure after an unknown step is "the same" only soon after the start: a week apart it is another one. Nor is it
+    the same if the run has come further: the next generation resumes at a later step than this one did.
+    """
+    signature = _signature(first, clear, restored=resume_step > 0) if first is not None else ""
     if first is None or not signature:
         return Streak()
     tells = bool(first.cause.step) or generation_ms <= SOON_MS
-    again = signature == previous.signature and tells
-    return Streak(signature=signature, count=previous.count + 1 if again else 1)
+    again = signature == head.streak.signature and tells and resume_step <= head.recovery_step
+    return Streak(signature=signature, count=head.streak.count + 1 if again else 1)
 
 
-def _signature(first: Witness, clear: bool) -> str:
+def _signature(first: Witness, clear: bool, *, restored: bool) -> str:
     """Equal for the same failure at the same step. Empty where "the same" can not be told.
 
     A signal or a lost node says little by itself: it counts only after a known step. Numbers in a message (ports,
-    process ids, addresses) change from time to time, and which of several ranks is heard first is chance.
+    process ids, addresses) change from time to time, and which of several ranks is heard first is chance. ``restored``:
+    a state is, so that steps are counted from the start of the run, else from that of the generation.
     """
     cause = first.cause
-    if cause.failure_class == "out_of_memory" and cause.step:
+    if cause.failure_class == "out_of_memory" and cause.step and not restored:
         return ""  # a leak ends every generation after as many steps, however far the run has come
     if not clear:
         what = "several workers, no clear cause"

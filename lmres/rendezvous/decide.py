@@ -7,8 +7,9 @@
 - ``Finish``: every slot has ended well.
 
 The order of thought: is the run over; has every slot ended well; who is missing from the group (vacancies); who was the
-first cause; does the same failure keep coming back; who fills the vacancies. Blame needs a primary witness, or an
-ambiguous one after every other active node has been heard from again; a broken connection alone blames nobody.
+first cause; what state is left (``resume.py``); does the same failure keep coming back; who fills the vacancies. Blame
+needs a primary witness, or an ambiguous one after every other active node has been heard from again; a broken
+connection alone blames nobody.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from lmres.rendezvous.plan import (
     Streak,
     Strike,
 )
-from lmres.rendezvous.state import Finished, Member, View
+from lmres.rendezvous.resume import Checkpointing, Resume, resume, untold
+from lmres.rendezvous.state import Finished, Member, RunConfig, View
+from lmres.rendezvous.vacancies import Vacancy, candidates, missing, pick, struck
 
 Settle = Literal["now", "brief", "window"]
+_OFF = Checkpointing()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,8 @@ class Observed:
 
     ``unconfirmed``: active nodes not heard from since the evidence came. ``silent``: nodes whose lease is quiet but
     not over. ``late``: active nodes that did not become ready in time. ``generation_ms``: how long the newest
-    generation has lasted. ``wait_over``: the wait for a standby has lasted longer than allowed.
+    generation has lasted. ``wait_over``: the wait for a standby has lasted longer than allowed. ``overdue``: members
+    that have had long enough to tell what state they hold, and have not.
     """
 
     unconfirmed: frozenset[str] = frozenset()
@@ -49,12 +54,17 @@ class Observed:
     late: frozenset[str] = frozenset()
     generation_ms: int = 0
     wait_over: bool = False
+    overdue: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
+    """``freeze``: a plan is coming, so vaults must say what they hold. ``untold``: those that have not done so."""
+
     reason: str
     for_standby: bool = False
+    freeze: bool = False
+    untold: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +81,7 @@ class Finish:
 Decision: TypeAlias = Wait | Commit | Finish
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Vacancy:
-    """A slot that its node can not (hard), or should not (soft), keep."""
-
-    node: ActiveNode
-    reason: str
-    hard: bool
-    quarantine: bool = False
-    dismissed: bool = False
-    since_revision: int = 0
-
-
-def decide(view: View, policy: Recovery, observed: Observed) -> Decision:
+def decide(view: View, policy: Recovery, observed: Observed, checkpointing: Checkpointing = _OFF) -> Decision:
     """The next step for these records. Raises nothing; unreadable records count as absent."""
     config, head = view.config, view.head()
     if config is None:
@@ -93,10 +91,10 @@ def decide(view: View, policy: Recovery, observed: Observed) -> Decision:
     stop = view.stop_request()
     if head is None and stop is not None:
         reason = f"stopped by the operator before it started: {stop.reason}"
-        code = int(ExitCode.TRAINING_FAILED)
-        return Finish(record=Finished(outcome="failed", exit_code=code, reason=reason, generation=0))
+        return _never_started(reason, ExitCode.TRAINING_FAILED)
+    rules = _Rules(view=view, config=config, policy=policy, observed=observed, checkpointing=checkpointing)
     if head is None:
-        return _start(view, config.min_nodes)
+        return _start(rules)
     if head.action == "stop":
         return Wait(reason=f"the run was stopped: {head.reason}")
     if stop is not None:
@@ -110,34 +108,70 @@ def decide(view: View, policy: Recovery, observed: Observed) -> Decision:
     if all(n.node_id in done and done[n.node_id].incarnation == n.incarnation for n in head.active):
         reason = f"all {len(head.active)} nodes of generation {head.generation} ended with exit code 0"
         return Finish(record=Finished(outcome="succeeded", exit_code=0, reason=reason, generation=head.generation))
-    return _recover(view, head, policy, observed, frozenset(done))
+    return _recover(rules, head, frozenset(done))
 
 
-def _start(view: View, min_nodes: int) -> Decision:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """What a decision is made from."""
+
+    view: View
+    config: RunConfig
+    policy: Recovery
+    observed: Observed
+    checkpointing: Checkpointing
+
+    def wait_for_holdings(self, head: Plan | None, silent: frozenset[str] = frozenset()) -> Wait | None:
+        """Set while somebody, but ``silent``, has not yet said what state it holds."""
+        but = self.observed.overdue | silent
+        names = untold(self.view, head, but) if self.checkpointing.enabled else ()
+        if not names:
+            return None
+        return Wait(reason=f"not yet told what state they hold: {', '.join(names)}", freeze=True, untold=names)
+
+    def resume(self, head: Plan | None, active: tuple[ActiveNode, ...]) -> Resume | None:
+        """None where states are not kept."""
+        return resume(self.view, self.config, head, active) if self.checkpointing.enabled else None
+
+
+def _never_started(reason: str, code: ExitCode) -> Finish:
+    return Finish(record=Finished(outcome="failed", exit_code=int(code), reason=reason, generation=0))
+
+
+def _start(rules: _Rules) -> Decision:
+    view, min_nodes = rules.view, rules.config.min_nodes
     ready = [m for m in view.live_members() if view.quarantine_reason(m.node_id) is None]
     if len(ready) < min_nodes:
         names = ", ".join(m.node_id for m in ready) or "none"
-        return Wait(reason=f"{len(ready)} of {min_nodes} nodes have joined ({names})")
-    chosen = ready[:min_nodes]
+        return Wait(reason=f"{len(ready)} of {min_nodes} nodes have joined ({names})", freeze=True)
+    waits = rules.wait_for_holdings(None)
+    if waits is not None:
+        return waits
+    active = _slots(ready[:min_nodes])
+    state = rules.resume(None, active)
+    if state is not None and state.lost:
+        return _never_started(f"the run can not start: {state.words}", ExitCode.BAD_CONFIGURATION)
     plan = Plan(
         plan_id="",
         generation=1,
         from_generation=0,
         action="start",
         failure_class="none",
-        active=_slots(chosen),
+        active=active,
         standby=tuple(m.node_id for m in ready[min_nodes:]),
         quarantined=(),
         reason=f"{len(ready)} nodes have joined, {min_nodes} are needed",
         recovery_source={str(i): "none" for i in range(min_nodes)},
         dismissed={},
+        origin=1,
     )
-    return Commit(plan=_named(plan), settle="now")
+    return Commit(plan=_named(_resumed(plan, state)), settle="now")
 
 
-def _recover(view: View, head: Plan, policy: Recovery, observed: Observed, done: frozenset[str]) -> Decision:
+def _recover(rules: _Rules, head: Plan, done: frozenset[str]) -> Decision:
+    view, policy, observed = rules.view, rules.policy, rules.observed
     found = blame.witnesses(view, head, done) + blame.late_witnesses(view, head, observed.late)
-    vacancies = _missing(view, head, found)
+    vacancies = missing(view, head, found)
     needed = [v for v in vacancies if v.node.node_id not in done]
     if not found and not needed:
         return Wait(reason=f"generation {head.generation} is running")
@@ -146,25 +180,34 @@ def _recover(view: View, head: Plan, policy: Recovery, observed: Observed, done:
     unheard = observed.unconfirmed - {v.node.node_id for v in vacancies if v.hard}
     if vague and unheard:
         names = ", ".join(sorted(unheard))
-        return Wait(reason=f"a worker failed as if a peer had gone; not yet heard from: {names}")
+        return Wait(reason=f"a worker failed as if a peer had gone; not yet heard from: {names}", freeze=True)
+    if first is not None and blame.has_no_way_back(first.cause):
+        reason = f"a program can not be brought back to its step: {first.cause.headline()}"
+        plan = _stop_plan(head, reason, ExitCode.TRAINING_FAILED, first.cause, head.streak)
+        return Commit(plan=plan, settle="brief")
+    final = any(w.fit or w.slot is not None for w in found)  # else only late nodes, which may yet be ready
+    silent = observed.silent - {n.node_id for n in head.active}
+    waits = rules.wait_for_holdings(head, silent) if final else None
+    if waits is not None:
+        return waits
+    state = rules.resume(head, head.active)
     run_ms = head.run_ms + observed.generation_ms
     clear = blame.is_clear(first, found)
-    streak = blame.next_streak(head.streak, first, clear, observed.generation_ms)
+    streak = blame.next_streak(head, first, clear, observed.generation_ms, state.step if state is not None else 0)
     if streak.count >= policy.no_progress_limit and first is not None:
         reason = f"the same failure {streak.count} times in a row without a new step: {first.cause.headline()}"
         plan = _stop_plan(head, reason, ExitCode.NO_PROGRESS, first.cause, streak, clear=clear)
         return Commit(plan=plan, settle="brief")
-    missing = frozenset(v.node.node_id for v in vacancies if v.hard)
-    charged = blame.charged_node(first, head, missing)
+    lost = frozenset(v.node.node_id for v in vacancies if v.hard)
+    charged = blame.charged_node(first, head, lost)
     strikes = blame.next_strikes(head, first, charged if clear else None, run_ms, policy)
-    vacancies += _struck(view, head, charged, strikes, run_ms, policy)
+    vacancies += struck(view, head, charged, strikes, run_ms, policy)
     return _fill(
-        view,
+        rules,
         head,
-        policy,
-        observed,
         _Case(
             first=first,
+            final=final,
             clear=clear,
             charged=charged,
             strikes=strikes,
@@ -177,22 +220,26 @@ def _recover(view: View, head: Plan, policy: Recovery, observed: Observed, done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
+    """``final``: what has been found calls for a plan, whatever comes."""
+
     first: blame.Witness | None
+    final: bool
     clear: bool
     charged: ActiveNode | None
     strikes: tuple[Strike, ...]
     streak: Streak
     run_ms: int
-    vacancies: list[_Vacancy]
+    vacancies: list[Vacancy]
 
 
-def _fill(view: View, head: Plan, policy: Recovery, observed: Observed, case: _Case) -> Decision:
-    pool = _candidates(view, observed)
+def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
+    view = rules.view
+    pool = candidates(view, rules.observed.silent)
     chosen: dict[int, Member] = {}
-    unfilled: list[_Vacancy] = []
-    filled: list[_Vacancy] = []
+    unfilled: list[Vacancy] = []
+    filled: list[Vacancy] = []
     for vacancy in sorted(case.vacancies, key=lambda v: (not v.hard, v.node.slot)):
-        member = _pick(view, pool, vacancy, head)
+        member = pick(view, pool, vacancy, head)
         if member is None:
             unfilled.append(vacancy)
             continue
@@ -204,12 +251,43 @@ def _fill(view: View, head: Plan, policy: Recovery, observed: Observed, case: _C
         wanted = next((v for v in unfilled if not v.hard), unfilled[0])
         return Wait(reason=f"{wanted.reason}; training goes on until a standby joins", for_standby=False)
     if hard:
-        return _no_standby(head, policy, observed, case, hard)
-    plan = _plan(view, head, case, chosen, filled, unfilled)
-    return Commit(plan=plan, settle=_settle(view, case, filled, chosen))
+        return _no_standby(head, rules, case, hard)
+    used = {n.node_id for n in head.active} | {m.node_id for m in chosen.values()}
+    waits = rules.wait_for_holdings(head, rules.observed.silent - used)
+    if waits is not None:
+        return waits
+    active = tuple(_slot(n.slot, chosen[n.slot]) if n.slot in chosen else n for n in head.active)
+    state = rules.resume(head, active)
+    if state is not None and state.lost:
+        return rules.wait_for_holdings(head) or _state_lost(head, case, state)
+    plan = _plan(view, head, case, active, chosen, filled, unfilled)
+    return Commit(plan=_named(_resumed(plan, state)), settle=_settle(view, case, filled, chosen))
 
 
-def _no_standby(head: Plan, policy: Recovery, observed: Observed, case: _Case, hard: list[_Vacancy]) -> Decision:
+def _resumed(plan: Plan, state: Resume | None) -> Plan:
+    """The plan with what it goes on from."""
+    if state is None:
+        return plan
+    return replace(
+        plan,
+        recovery_step=state.step,
+        recovery_origin=state.from_origin,
+        recovery_source=state.source,
+        trust=state.trust,
+        origin=state.origin,
+        reason=plan.reason + state.words,
+    )
+
+
+def _state_lost(head: Plan, case: _Case, state: Resume) -> Commit:
+    cause = case.first.cause if case.first is not None else None
+    parts = [cause.headline()] if cause is not None else []
+    reason = "; ".join([*parts, state.words])
+    plan = _stop_plan(head, reason, ExitCode.TRAINING_FAILED, cause, case.streak, clear=case.clear)
+    return Commit(plan=plan, settle="window")
+
+
+def _no_standby(head: Plan, rules: _Rules, case: _Case, hard: list[Vacancy]) -> Decision:
     what = "; ".join(v.reason for v in hard)
     cause = case.first.cause if case.first is not None else None
     if any(v.dismissed for v in hard):
@@ -218,36 +296,31 @@ def _no_standby(head: Plan, policy: Recovery, observed: Observed, case: _Case, h
             plan=_stop_plan(head, reason, ExitCode.TRAINING_FAILED, cause, case.streak, clear=case.clear),
             settle="brief",
         )
-    if policy.on_no_standby == "fail":
+    if rules.policy.on_no_standby == "fail":
         reason = f"{what}; no standby is there and recovery.on_no_standby is fail"
         return Commit(
             plan=_stop_plan(head, reason, ExitCode.TRAINING_FAILED, cause, case.streak, clear=case.clear),
             settle="window",
         )
-    if observed.wait_over:
+    if rules.observed.wait_over:
         reason = f"{what}; no standby came within join_timeout"
         return Commit(
             plan=_stop_plan(head, reason, ExitCode.INFRASTRUCTURE_LOST, cause, case.streak, clear=case.clear),
             settle="now",
         )
-    return Wait(reason=f"{what}; waiting for a standby to join", for_standby=True)
+    return Wait(reason=f"{what}; waiting for a standby to join", for_standby=True, freeze=case.final)
 
 
 def _plan(
     view: View,
     head: Plan,
     case: _Case,
+    active: tuple[ActiveNode, ...],
     chosen: dict[int, Member],
-    filled: list[_Vacancy],
-    kept: list[_Vacancy],
+    filled: list[Vacancy],
+    kept: list[Vacancy],
 ) -> Plan:
     generation = head.generation + 1
-    active = tuple(
-        ActiveNode(slot=n.slot, node_id=chosen[n.slot].node_id, incarnation=chosen[n.slot].incarnation)
-        if n.slot in chosen
-        else n
-        for n in head.active
-    )
     quarantined = [q for q in head.quarantined if _still_held(view, q)]
     quarantined += [
         Quarantined(node_id=v.node.node_id, generation=generation, reason=v.reason) for v in filled if v.quarantine
@@ -265,32 +338,29 @@ def _plan(
     )
     first = case.first
     action: Action = "replace" if filled else "restart"
-    return _named(
-        Plan(
-            plan_id="",
-            generation=generation,
-            from_generation=head.generation,
-            action=action,
-            failure_class=first.cause.failure_class if first is not None else "drain",
-            active=active,
-            standby=standby,
-            quarantined=tuple(quarantined),
-            reason=_reason(first, filled, kept, chosen),
-            recovery_source={str(n.slot): "none" for n in active},
-            verdict="attributed" if case.clear else "inconclusive",
-            cause=first.cause if first is not None else None,
-            charged=(case.charged.node_id,) if case.charged is not None and case.charged.slot not in chosen else (),
-            dismissed=dismissed,
-            strikes=tuple(s for s in case.strikes if s.node_id not in aside),
-            streak=case.streak,
-            run_ms=case.run_ms,
-        )
+    return Plan(
+        plan_id="",
+        generation=generation,
+        from_generation=head.generation,
+        action=action,
+        failure_class=first.cause.failure_class if first is not None else "drain",
+        active=active,
+        standby=standby,
+        quarantined=tuple(quarantined),
+        reason=_reason(first, filled, kept, chosen),
+        recovery_source={str(n.slot): "none" for n in active},
+        verdict="attributed" if case.clear else "inconclusive",
+        cause=first.cause if first is not None else None,
+        charged=(case.charged.node_id,) if case.charged is not None and case.charged.slot not in chosen else (),
+        dismissed=dismissed,
+        strikes=tuple(s for s in case.strikes if s.node_id not in aside),
+        streak=case.streak,
+        run_ms=case.run_ms,
+        origin=head.origin + 1,
     )
 
 
-def _reason(
-    first: blame.Witness | None, filled: list[_Vacancy], kept: list[_Vacancy], chosen: dict[int, Member]
-) -> str:
+def _reason(first: blame.Witness | None, filled: list[Vacancy], kept: list[Vacancy], chosen: dict[int, Member]) -> str:
     parts = [first.cause.headline()] if first is not None else []
     parts += [
         f"slot {v.node.slot} goes from {v.node.node_id} to {chosen[v.node.slot].node_id}: {v.reason}" for v in filled
@@ -299,7 +369,7 @@ def _reason(
     return "; ".join(dict.fromkeys(parts))
 
 
-def _settle(view: View, case: _Case, filled: list[_Vacancy], chosen: dict[int, Member]) -> Settle:
+def _settle(view: View, case: _Case, filled: list[Vacancy], chosen: dict[int, Member]) -> Settle:
     """A returning node may be a moment behind an early spare, so a spare that came after the loss waits the window."""
     if case.first is not None and case.first.weight != "primary":
         return "window"
@@ -313,77 +383,6 @@ def _settle(view: View, case: _Case, filled: list[_Vacancy], chosen: dict[int, M
     return "now"
 
 
-# -- vacancies --------------------------------------------------------------------------------------------------------
-
-
-def _missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[_Vacancy]:
-    """Slots whose node has gone, is unfit, or is to be drained."""
-    unfit = {w.cause.node_id: w.cause for w in witnesses if not w.fit}
-    found = []
-    for node in head.active:
-        hold = view.hold(node.node_id)
-        lost = blame.gone_witness(view, node)
-        if lost is not None:
-            found.append(
-                _Vacancy(
-                    node=node,
-                    reason=f"{node.node_id} is gone ({lost.cause.detail})",
-                    hard=True,
-                    since_revision=lost.revision,
-                )
-            )
-        elif node.node_id in unfit:
-            reason = f"{node.node_id} is unfit ({unfit[node.node_id].detail})"
-            found.append(_Vacancy(node=node, reason=reason, hard=True, quarantine=True))
-        elif hold is not None and hold.kind == "drain":
-            reason = f"{node.node_id} is drained by the operator ({hold.reason})"
-            found.append(_Vacancy(node=node, reason=reason, hard=False, quarantine=True))
-    return found
-
-
-def _struck(
-    view: View,
-    head: Plan,
-    charged: ActiveNode | None,
-    strikes: tuple[Strike, ...],
-    run_ms: int,
-    policy: Recovery,
-) -> list[_Vacancy]:
-    """The charged node leaves if torch's budget there is spent, or if it has struck too often."""
-    if charged is None:
-        return []
-    ready = view.ready(head.generation).get(charged.node_id)
-    if ready is not None and ready.restarts_left == 0:
-        reason = f"{charged.node_id} has no restarts left (--max-restarts)"
-        return [_Vacancy(node=charged, reason=reason, hard=True, dismissed=True)]
-    count = sum(s.node_id == charged.node_id for s in strikes)
-    if count >= policy.node_strikes:
-        reason = f"{charged.node_id} has had {count} process faults (recovery.node_strikes is {policy.node_strikes})"
-        return [_Vacancy(node=charged, reason=reason, hard=False, quarantine=True)]
-    return []
-
-
-def _candidates(view: View, observed: Observed) -> list[Member]:
-    """Standbys, those heard from lately first, then in the order of registration."""
-    return sorted(view.standbys(), key=lambda m: m.node_id in observed.silent)
-
-
-def _pick(view: View, pool: list[Member], vacancy: _Vacancy, head: Plan) -> Member | None:
-    """The returning node itself if it is there, else the first candidate whose name holds no other slot.
-
-    What took the old node along may have hurt its failure domain, so candidates of other domains come first.
-    """
-    taken = {n.node_id for n in head.active if n.slot != vacancy.node.slot}
-    usable = [m for m in pool if m.node_id not in taken]
-    for member in usable:
-        if member.node_id == vacancy.node.node_id and not vacancy.quarantine:
-            return member
-    usable = [m for m in usable if not (m.node_id == vacancy.node.node_id and vacancy.quarantine)]
-    previous = view.member(vacancy.node.node_id)
-    domain = previous.failure_domain if previous is not None else None
-    return min(usable, key=lambda m: m.failure_domain == domain, default=None)
-
-
 def _still_held(view: View, item: Quarantined) -> bool:
     hold = view.hold(item.node_id)
     return not (hold is not None and hold.kind == "readmit" and hold.generation >= item.generation)
@@ -393,7 +392,11 @@ def _still_held(view: View, item: Quarantined) -> bool:
 
 
 def _slots(members: list[Member]) -> tuple[ActiveNode, ...]:
-    return tuple(ActiveNode(slot=i, node_id=m.node_id, incarnation=m.incarnation) for i, m in enumerate(members))
+    return tuple(_slot(i, m) for i, m in enumerate(members))
+
+
+def _slot(slot: int, member: Member) -> ActiveNode:
+    return ActiveNode(slot=slot, node_id=member.node_id, incarnation=member.incarnation)
 
 
 def _stop_plan(
@@ -417,6 +420,7 @@ def _stop_plan(
             strikes=head.strikes,
             streak=streak,
             run_ms=head.run_ms,
+            origin=head.origin + 1,
             exit_code=int(code),
         )
     )

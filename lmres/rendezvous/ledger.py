@@ -20,11 +20,11 @@ from lmres.rendezvous.codec import encode
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.rounds import Asked, Inputs, Requests
-from lmres.rendezvous.state import Finished, Formed, Gone, Lease, Member, RunConfig, View
+from lmres.rendezvous.state import Banned, Finished, Formed, Gone, Lease, Member, RunConfig, View
 
 ALL_OBSERVE_UP_TO = 32
 OBSERVERS = 8
-_LASTING = (RunConfig, Plan, Formed, Finished)
+_LASTING = (RunConfig, Plan, Formed, Finished, Banned)
 
 
 @dataclass(slots=True)
@@ -111,7 +111,9 @@ class Ledger:
                 yield from self.create(key, encode(stored.record))
 
     def beat(self, inputs: Inputs) -> Put:
-        lease = Lease(incarnation=self.me.incarnation, counter=self._counter + 1, step=inputs.step)
+        lease = Lease(
+            incarnation=self.me.incarnation, counter=self._counter + 1, step=inputs.step, keeping=inputs.keeping
+        )
         return Put(key=self.keys.lease(self.me.node_id), value=encode(lease))
 
     def _lease_reads(self) -> tuple[Op, ...]:

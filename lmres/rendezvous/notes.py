@@ -53,6 +53,7 @@ def plan_note(plan: Plan) -> Note:
             "quarantined": [q.node_id for q in plan.quarantined],
             "standby": list(plan.standby),
             "recovery_step": plan.recovery_step,
+            "recovery_origin": plan.recovery_origin,
             "recovery_source": plan.recovery_source,
             "trust": plan.trust,
             "charged": list(plan.charged),

@@ -82,7 +82,10 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streak:
-    """How often the same failure at the same step has come back, generation after generation."""
+    """How often the same failure at the same step has come back, generation after generation.
+
+    A run that has come further in between starts anew: the plan resumes at a later step than the one before.
+    """
 
     signature: str = ""
     count: int = 0
@@ -95,6 +98,10 @@ class Plan:
     ``charged``: nodes whose agents spend one of torch's restarts, because a worker of theirs was at fault.
     ``dismissed``: node id to reason; these agents end with exit code 1.
     ``exit_code`` and ``cause`` are set for ``stop``; ``cause`` also for the recoveries.
+
+    All ranks restore the image of ``recovery_step`` and ``recovery_origin`` (0, 0: none), each slot from its
+    ``recovery_source``. Images captured now bear ``origin``. It rises with the generation, and is higher than that
+    where images of an earlier run with this id were found, so that the two can never be taken for each other.
     """
 
     plan_id: str
@@ -107,6 +114,7 @@ class Plan:
     quarantined: tuple[Quarantined, ...]
     reason: str
     recovery_step: int = 0
+    recovery_origin: int = 0
     recovery_source: dict[str, str]
     trust: str = "none"
     verdict: Literal["attributed", "inconclusive"] = "attributed"
@@ -116,6 +124,7 @@ class Plan:
     strikes: tuple[Strike, ...] = ()
     streak: Streak = Streak()
     run_ms: int = 0
+    origin: int = 0
     exit_code: int | None = None
 
     def __post_init__(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from lmres.gemini.inventory import Holdings
 from lmres.ids import Keys
 from lmres.policy import Recovery
 from lmres.ports import Txn, TxnResult
 from lmres.rendezvous.plan import Cause, Plan
-from lmres.rendezvous.state import Evidence, Formed, Member, Recovered, RunConfig
+from lmres.rendezvous.resume import Checkpointing
+from lmres.rendezvous.state import Banned, Evidence, Formed, Keeping, Member, Recovered, RunConfig
 
 Requests: TypeAlias = Generator[Txn, TxnResult, None]
 Asked: TypeAlias = Generator[Txn, TxnResult, bool]
@@ -27,6 +29,7 @@ class Settings:
     recovery: Recovery
     join_timeout_ms: int
     form_timeout_ms: int
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,9 @@ class Inputs:
 
     ``waiting``: torch's agent is inside ``next_rendezvous``. ``workers_generation``: the generation whose workers were
     last started here, 0 for none; ``workers_alive``: any process of theirs is left. ``succeeded``: the generation all
-    of whose local workers ended with 0. ``faults``: all evidence collected here so far, in order.
+    of whose local workers ended with 0. ``faults``: all evidence collected here so far, in order. ``holdings``: what
+    the vault holds, frozen in the generation that ``Outcome.freeze`` asked for; forgotten when workers of that
+    generation are started. ``banned``: all states found bad here so far.
     """
 
     now_ms: int
@@ -56,6 +61,9 @@ class Inputs:
     step: int | None = None
     faults: tuple[Evidence, ...] = ()
     recovered: tuple[Recovered, ...] = ()
+    holdings: Holdings | None = None
+    banned: tuple[Banned, ...] = ()
+    keeping: Keeping | None = None
     leave: Leave | None = None
 
 
@@ -83,6 +91,8 @@ class Outcome:
 
     ``stop_workers`` speaks of the workers that the round knew, those of ``workers_generation``; newer ones, started
     while the round was on its way, are not meant. ``alert``: ``waiting_for`` is something a person should know.
+    ``freeze``: a plan is coming, so what the vault holds in this generation must be told: it is frozen, if workers of
+    the generation were started here, for as long as the generation lasts.
     """
 
     standing: Standing
@@ -95,5 +105,6 @@ class Outcome:
     workers_generation: int = 0
     charged: bool = False
     alert: bool = False
+    freeze: int | None = None
     end: End | None = None
     notes: tuple[Note, ...] = ()

@@ -17,6 +17,8 @@ Ready       its agent               its old workers are gone, it waits for the p
 Formed      slot 0                  all were ready: where the group meets; never changes
 Done        its agent               all its workers of the generation ended with 0
 Recovered   its agent               how long each phase of a recovery took here
+Holdings    its agent               what its vault held when it was frozen (``lmres.gemini.inventory``)
+Banned      the witness             a state that led to a failure or can not be restored; final
 Finished    one agent, once         the run succeeded or failed
 =========== ======================= ==========================================================================
 
@@ -32,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from lmres.errors import RecordError
+from lmres.gemini.inventory import Holdings
 from lmres.ids import Keys
 from lmres.ports import Entry
 from lmres.rendezvous.codec import decode
@@ -42,7 +45,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """``policy`` is the canonical policy as JSON text, or None when the run has none."""
+    """``policy`` is the canonical policy as JSON text, or None when the run has none.
+
+    ``token`` is unique to this set of records, also among runs of one id: memory that a vault still holds for another
+    token is of another run, in which the same origins meant other images.
+    """
 
     min_nodes: int
     max_nodes: int
@@ -53,6 +60,7 @@ class RunConfig:
     policy: str | None
     written_by: str
     version: str
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +85,24 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a node's vault keeps, for people. ``copies`` of ``copies_wanted``, the own one included."""
+
+    memory_bytes: int
+    memory_limit_bytes: int
+    safe_step: int | None
+    copies: int
+    copies_wanted: int
+    durable_step: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     incarnation: str
     counter: int
     step: int | None = None
+    keeping: Keeping | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +192,15 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Banned:
+    """The images of this key are never restored (again)."""
+
+    step: int
+    origin: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     outcome: Literal["succeeded", "failed"]
     exit_code: int
@@ -203,6 +234,8 @@ _SECTIONS: dict[str, type] = {
     "formed": Formed,
     "done": Done,
     "recovered": Recovered,
+    "holdings": Holdings,
+    "banned": Banned,
     "finished": Finished,
 }
 
@@ -276,6 +309,10 @@ class View:
                 return key == self.keys.ready(record.generation, record.node_id)
             case Done():
                 return key == self.keys.done(record.generation, record.node_id)
+            case Holdings():
+                return key == self.keys.holdings(record.node_id)
+            case Banned():
+                return key == self.keys.banned(record.step, record.origin)
             case Evidence():
                 number = key.rsplit("/", 1)[-1]
                 return number.isdecimal() and key == self.keys.evidence(record.generation, record.reporter, int(number))
@@ -369,6 +406,13 @@ class View:
     def done(self, generation: int) -> dict[str, Done]:
         prefix = f"{self.keys.reg}done/{generation:08d}/"
         return {d.node_id: d for _, d in self.under(prefix, Done) if d.generation == generation}
+
+    def holdings(self) -> dict[str, tuple[int, Holdings]]:
+        """What each node said last, with the revision at which it did."""
+        return {h.node_id: (stored.revision, h) for stored, h in self.under(f"{self.keys.reg}holdings/", Holdings)}
+
+    def banned(self) -> tuple[Banned, ...]:
+        return tuple(b for _, b in self.under(f"{self.keys.reg}banned/", Banned))
 
     def stop_request(self) -> StopRequest | None:
         return self.get(self.keys.stop, StopRequest)

@@ -5,15 +5,19 @@ Each call writes records into a view, as the store would give them, and a line i
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from lmres.gemini.inventory import Copy, Holdings, Part, topology_text
 from lmres.ids import Keys
 from lmres.policy import Recovery
 from lmres.ports import Entry
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.decide import Commit, Decision, Finish, Observed, Wait, decide
 from lmres.rendezvous.plan import Cause, ExceptionInfo, Plan
+from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.state import (
+    Banned,
     Done,
     Evidence,
     Finished,
@@ -30,10 +34,14 @@ from lmres.scout.evidence import classify_exception, classify_exit
 
 
 class Story:
-    def __init__(self, *, min_nodes: int = 2, max_nodes: int = 4, **recovery: Any) -> None:
+    """``checkpointing``: states are kept; each rank's image is told by ``holds``."""
+
+    def __init__(self, *, min_nodes: int = 2, max_nodes: int = 4, checkpointing: bool = False, **recovery: Any) -> None:
         self.keys = Keys(run="story")
         self.view = View(keys=self.keys)
         self.policy = Recovery(**recovery)
+        self.checkpointing = Checkpointing(enabled=checkpointing)
+        self._nodes = min_nodes
         self.lines: list[str] = []
         self.revision = 0
         self._incarnations: dict[str, int] = {}
@@ -50,7 +58,8 @@ class Story:
         )
         self.put(self.keys.config, config)
         rules = "".join(f", {name} {value}" for name, value in sorted(recovery.items()))
-        self.lines.append(f"run of {min_nodes} to {max_nodes} nodes{rules}")
+        kept = ", states are kept in memory" if checkpointing else ""
+        self.lines.append(f"run of {min_nodes} to {max_nodes} nodes{rules}{kept}")
 
     # -- records ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +173,53 @@ class Story:
         self.put(self.keys.evidence(generation, node, number), evidence)
         return self
 
+    def holds(
+        self,
+        node: str,
+        *images: str,
+        files: str = "",
+        ever: bool | None = None,
+        problem: str = "",
+        spoilt: str = "",
+        nodes: int = 0,
+        ddp: bool = False,
+        incarnation: str = "",
+        generation: int | None = None,
+    ) -> Story:
+        """The node tells what its vault holds: images as RANK@STEP/ORIGIN, with +PART where not all parts are there.
+
+        ``files``: such images on disk. ``spoilt``: one that is not finite. ``nodes``: of a group of so many. ``ddp``:
+        the shared part is the same for all ranks.
+        """
+        topology = topology_text(nodes=nodes or self._nodes, local_world_size=1)
+        places = [(i, "memory") for i in images] + [(i, "durable") for i in files.split()]
+        copies = tuple(_copy(i, place, topology, ddp=ddp, finite=i != spoilt) for i, place in places)
+        head = self.view.head()
+        held = Holdings(
+            node_id=node,
+            incarnation=incarnation or self.incarnation(node),
+            generation=generation if generation is not None else (head.generation if head is not None else 0),
+            address=f"10.0.0.{ord(node[0])}",
+            port=4000,
+            copies=copies,
+            ever=bool(copies) if ever is None else ever,
+            problem=problem,
+        )
+        self.put(self.keys.holdings(node), held)
+        what = [*images, *(f"{i} in files" for i in files.split())]
+        what += [f"{spoilt} is not finite"] if spoilt else []
+        what += [f"of {topology}"] if nodes else []
+        what += [f"problem: {problem}"] if problem else []
+        what += ["had state once"] if held.ever and not copies else []
+        self.lines.append(f"holds: {held.incarnation} in generation {held.generation}: {', '.join(what) or 'nothing'}")
+        return self
+
+    def bans(self, step: int, origin: int) -> Story:
+        record = Banned(step=step, origin=origin, reason="not finite soon after it was restored")
+        self.put(self.keys.banned(step, origin), record)
+        self.lines.append(f"banned: step {step} of origin {origin} ({record.reason})")
+        return self
+
     def succeeds(self, *nodes: str) -> Story:
         generation = self.head().generation
         for node in nodes:
@@ -198,7 +254,7 @@ class Story:
 
     def decides(self, **observed: Any) -> Decision:
         """The decision, told; a plan is not yet written."""
-        decision = decide(self.view, self.policy, Observed(**observed))
+        decision = decide(self.view, self.policy, Observed(**observed), self.checkpointing)
         if observed:
             self.lines.append("seen: " + ", ".join(f"{k} {_plain(v)}" for k, v in sorted(observed.items())))
         self.lines += _told(decision)
@@ -224,9 +280,31 @@ def started(*, nodes: str = "ab", standbys: str = "", **settings: Any) -> Story:
     """A run whose first generation has formed."""
     story = Story(min_nodes=len(nodes), max_nodes=len(nodes) + len(standbys) + 2, **settings)
     story.joins(*nodes, *standbys)
+    if story.checkpointing.enabled:
+        for node in (*nodes, *standbys):
+            story.holds(node)
     story.commits()
     story.forms()
     return story
+
+
+def _copy(text: str, place: Any, topology: str, *, ddp: bool, finite: bool) -> Copy:
+    """``RANK@STEP/ORIGIN``, then ``+part`` for each part that is there, if not all are."""
+    name, _, only = text.partition("+")
+    rank, _, key = name.partition("@")
+    step, _, origin = key.partition("/")
+    parts = {p: f"{p} {key}{'' if ddp and p == 'shared' else f' {rank}'}" for p in ("shared", "own", "log")}
+    return Copy(
+        rank=int(rank),
+        step=int(step),
+        origin=int(origin),
+        has=tuple(only.split("+")) if only else ("shared", "own", "log"),
+        place=place,
+        finite=finite,
+        trust="unverified",
+        topology=topology,
+        **{p: Part(digest=hashlib.md5(t.encode()).hexdigest(), length=100) for p, t in parts.items()},
+    )
 
 
 def _plain(value: Any) -> str:
@@ -257,7 +335,13 @@ def _plan_told(decision: Commit) -> list[str]:
         "dismissed": " ".join(plan.dismissed),
         "strikes": " ".join(s.node_id for s in plan.strikes),
         "streak": f"{plan.streak.count} x {plan.streak.signature}" if plan.streak.count else "",
+        "resumes": _resumes(plan) if plan.recovery_step else "",
         "exit code": str(plan.exit_code) if plan.exit_code is not None else "",
     }
     lines += [f"   {name}: {value}" for name, value in details.items() if value]
     return [*lines, f"   reason: {plan.reason}"]
+
+
+def _resumes(plan: Plan) -> str:
+    sources = " ".join(f"{slot}={source}" for slot, source in sorted(plan.recovery_source.items()))
+    return f"step {plan.recovery_step}/{plan.recovery_origin} from {sources}, {plan.trust}, captures as {plan.origin}"

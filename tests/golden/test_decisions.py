@@ -290,6 +290,172 @@ def plan_of_another_generation_under_the_next_key() -> Story:
     return story
 
 
+# -- which state the next generation goes on from ---------------------------------------------------------------------
+
+
+def state_begins_at_the_start() -> Story:
+    story = Story(min_nodes=2, checkpointing=True)
+    story.joins("a", "b").waits()
+    story.holds("a").waits()
+    story.holds("b", problem="too little memory: 8.0 GB are needed, 4.1 GB may be used").commits()
+    return story
+
+
+def state_restored_in_place() -> Story:
+    story = started(checkpointing=True)
+    story.exits("b", -9, step=7).waits()
+    story.holds("a", "0@6/1", "0@7/1").waits()
+    story.holds("b", "1@6/1", "1@7/1").commits()
+    return story
+
+
+def state_from_a_peer_after_the_loss_of_a_node() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.goes("b").waits()
+    story.holds("a", "0@7/1", "1@7/1").holds("c").commits()
+    return story
+
+
+def state_from_live_replicas() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.goes("b")
+    story.holds("a", "0@7/1", "1@7/1+own+log", ddp=True).holds("c").commits()
+    return story
+
+
+def state_of_an_older_common_step() -> Story:
+    story = started(checkpointing=True)
+    story.exits("b", -9, step=7)
+    story.holds("a", "0@6/1", "0@7/1").holds("b", "1@6/1").commits()
+    return story
+
+
+def state_never_mixes_origins() -> Story:
+    story = started(checkpointing=True)
+    story.exits("b", -9, step=7).holds("a", "0@6/1", "0@7/1").holds("b", "1@6/1", "1@7/1").commits()
+    story.forms().exits("b", -9, step=8)
+    story.holds("a", "0@7/1", "0@8/1").holds("b", "1@7/1", "1@8/2").commits()
+    return story
+
+
+def state_only_in_files() -> Story:
+    story = started(nodes="ab", standbys="cd", checkpointing=True)
+    story.goes("a").goes("b")
+    story.holds("c", files="0@100/1 1@100/1").holds("d", files="0@100/1 1@100/1").commits()
+    return story
+
+
+def state_found_in_files_by_a_new_run() -> Story:
+    story = Story(min_nodes=2, checkpointing=True)
+    story.joins("a", "b").holds("a", files="0@100/3 1@100/3").holds("b", files="0@100/3 1@100/3").commits()
+    return story
+
+
+def state_of_an_earlier_run_in_pieces() -> Story:
+    story = Story(min_nodes=2, checkpointing=True)
+    story.joins("a", "b").holds("a", "0@100/3").holds("b").commits()
+    return story
+
+
+def state_lost() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.goes("b")
+    story.holds("a", "0@6/1", "0@7/1").holds("c").commits()
+    return story
+
+
+def state_lost_in_all_vaults() -> Story:
+    story = started(checkpointing=True)
+    story.exits("b", -9, step=7).holds("a", "0@7/1").holds("b", "1@7/1").commits()
+    story.forms().exits("b", -9, step=9).holds("a").holds("b").commits()
+    return story
+
+
+def state_never_captured() -> Story:
+    story = started(checkpointing=True)
+    story.exits("b", -9, step=1).holds("a", "0@1/1", ever=False).holds("b").commits()
+    return story
+
+
+def state_banned() -> Story:
+    story = started(checkpointing=True)
+    story.exits("b", -9, step=7).holds("a", "0@6/1", "0@7/1").holds("b", "1@6/1", "1@7/1").commits()
+    story.forms().raises("b", "ValueError", "loss is nan", step=8).bans(7, 1)
+    story.holds("a", "0@6/1", "0@7/1").holds("b", "1@6/1", "1@7/1").commits()
+    return story
+
+
+def state_not_finite() -> Story:
+    story = started(checkpointing=True)
+    story.raises("b", "ValueError", "loss is nan", step=7)
+    story.holds("a", "0@6/1", "0@7/1").holds("b", "1@6/1", "1@7/1", spoilt="1@7/1").commits()
+    return story
+
+
+def state_of_another_topology() -> Story:
+    story = Story(min_nodes=2, checkpointing=True)
+    files = "0@100/1 1@100/1 2@100/1 3@100/1"
+    story.joins("a", "b").holds("a", files=files, nodes=4).holds("b", files=files, nodes=4).decides()
+    return story
+
+
+def state_told_too_late() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.exits("b", -9, step=7).holds("b", "0@6/1", "1@6/1").waits()
+    story.waits(silent=frozenset("c"))
+    story.commits(silent=frozenset("c"), overdue=frozenset("a"))
+    return story
+
+
+def state_told_by_an_earlier_incarnation() -> Story:
+    story = started(checkpointing=True)
+    story.joins("b").holds("a", "0@7/1")
+    story.holds("b", "1@7/1", incarnation="b.1").waits()
+    story.holds("b", "1@7/1").commits()
+    return story
+
+
+def state_told_in_an_earlier_generation() -> Story:
+    story = started(checkpointing=True)
+    story.exits("b", -9, step=7).holds("a", "0@7/1").holds("b", "1@7/1").commits()
+    story.forms().exits("b", -9, step=9).waits()
+    return story
+
+
+def state_told_before_the_group_formed() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.exits("a", -9, step=7)
+    story.holds("a", "0@7/1").holds("b", "1@7/1").holds("c").commits()
+    story.holds("a", "0@7/1").holds("b", "1@7/1").holds("c")
+    story.forms().exits("a", -9, step=12).waits()
+    return story
+
+
+def state_of_a_drained_node() -> Story:
+    story = started(checkpointing=True)
+    story.operator("drain", "b").waits()
+    story.joins("c").waits()
+    story.holds("a", "0@7/1").holds("b", "1@7/1").holds("c").commits()
+    return story
+
+
+def state_advances_and_the_failure_is_another() -> Story:
+    story = started(checkpointing=True, no_progress_limit=2)
+    story.raises("b", "ValueError", "bad luck").holds("a", "0@7/1").holds("b", "1@7/1").commits(generation_ms=9000)
+    story.forms().raises("b", "ValueError", "bad luck").holds("a", "0@9/2").holds("b", "1@9/2").commits()
+    story.forms().raises("b", "ValueError", "bad luck").holds("a", "0@9/2").holds("b", "1@9/2").commits()
+    return story
+
+
+def state_is_restored_and_the_step_stays_too_large() -> Story:
+    oom = ("torch.OutOfMemoryError", "CUDA out of memory")
+    story = started(checkpointing=True)
+    story.raises("b", *oom, step=7).holds("a", "0@7/1").holds("b", "1@7/1").commits()
+    story.forms().raises("b", *oom, step=7).holds("a", "0@7/1").holds("b", "1@7/1").commits()
+    story.forms().raises("b", *oom, step=7).holds("a", "0@7/1").holds("b", "1@7/1").commits()
+    return story
+
+
 STORIES: tuple[Callable[[], Story], ...] = tuple(
     value
     for name, value in list(globals().items())

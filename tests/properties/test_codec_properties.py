@@ -29,6 +29,7 @@ SIMPLE: tuple[type, ...] = (
     state.Done,
     state.Recovered,
     state.Finished,
+    state.Banned,
     Cause,
     ExceptionInfo,
     Streak,

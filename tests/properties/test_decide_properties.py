@@ -7,13 +7,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmres.gemini.inventory import Copy, Holdings, Part, topology_text
 from lmres.ids import Keys
 from lmres.policy import Recovery
 from lmres.ports import Entry
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.decide import Commit, Observed, decide
 from lmres.rendezvous.plan import ActiveNode, Cause, Plan, Quarantined, Streak, Strike
+from lmres.rendezvous.resume import Checkpointing, told
 from lmres.rendezvous.state import (
+    Banned,
     Done,
     Evidence,
     Finished,
@@ -160,20 +163,53 @@ def steps(draw: st.DrawFn) -> tuple[str, Any]:
     return KEYS.ready(generation, node), record
 
 
+@st.composite
+def copies(draw: st.DrawFn) -> Copy:
+    rank, step, origin = draw(st.integers(0, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    return Copy(
+        rank=rank,
+        step=step,
+        origin=origin,
+        shared=Part(digest=f"{step}{origin}0".zfill(32), length=1),
+        own=Part(digest=f"{step}{origin}1{rank}".zfill(32), length=1),
+        log=Part(digest=f"{step}{origin}2{rank}".zfill(32), length=1),
+        has=draw(st.sampled_from((("shared", "own", "log"), ("shared", "own", "log"), ("own",)))),
+        place=draw(st.sampled_from(("memory", "durable"))),
+        finite=draw(st.sampled_from((True, True, True, False))),
+        trust="unverified",
+        topology=topology_text(nodes=draw(st.integers(1, 3)), local_world_size=1),
+    )
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> tuple[str, Any]:
+    node = draw(NODES)
+    held = tuple(draw(st.lists(copies(), max_size=5)))
+    return KEYS.holdings(node), Holdings(
+        node_id=node,
+        incarnation=name(node, draw(INCARNATIONS)),
+        generation=draw(st.integers(0, 3)),
+        address="::1",
+        port=1,
+        copies=held,
+        ever=draw(st.booleans()),
+    )
+
+
 OTHERS = st.sampled_from(
     (
         (KEYS.stop, StopRequest(reason="r")),
         (KEYS.formed(1), Formed(generation=1, master_address="::1", master_port=1)),
         (KEYS.finished, Finished(outcome="failed", exit_code=1, reason="r", generation=1)),
+        (KEYS.banned(1, 1), Banned(step=1, origin=1, reason="r")),
+        (KEYS.holdings("a"), "junk"),
         (KEYS.plan(4), "junk"),
         (KEYS.member("a"), "junk"),
         (KEYS.hold("a"), "junk"),
     )
 )
-RECORDS = st.lists(
-    members() | members() | gone() | holds() | evidence() | evidence() | plans() | plans() | steps() | OTHERS,
-    max_size=14,
-)
+_OFTEN = members() | gone() | evidence() | plans() | holdings()
+RECORDS = st.lists(_OFTEN | _OFTEN | members() | holds() | steps() | OTHERS, max_size=16)
 POLICIES = st.builds(
     Recovery,
     node_strikes=st.integers(1, 2),
@@ -187,6 +223,7 @@ OBSERVED = st.builds(
     late=SETS,
     generation_ms=st.sampled_from((0, 10**6)),
     wait_over=st.booleans(),
+    overdue=st.one_of(SETS, st.just(frozenset("abcde"))),
 )
 
 
@@ -206,16 +243,41 @@ def entries_of(config: tuple[str, Any], records: list[tuple[str, Any]]) -> list[
 
 
 @settings(max_examples=400)
-@given(configs(), RECORDS, POLICIES, OBSERVED, st.randoms(use_true_random=False))
-def test_decide(config: Any, records: Any, policy: Recovery, observed: Observed, shuffled: Any) -> None:
-    entries = entries_of(config, records)
+@given(configs(), RECORDS, POLICIES, OBSERVED, st.booleans(), st.randoms(use_true_random=False))
+def test_decide(config: Any, records: Any, policy: Recovery, observed: Observed, keeps: bool, shuffled: Any) -> None:
+    entries, keeping = entries_of(config, records), Checkpointing(enabled=keeps)
     view = view_of(entries)
-    decision = decide(view, policy, observed)
-    assert decision == decide(view, policy, observed)
+    decision = decide(view, policy, observed, keeping)
+    assert decision == decide(view, policy, observed, keeping)
     shuffled.shuffle(entries)
-    assert decision == decide(view_of(entries), policy, observed)
+    assert decision == decide(view_of(entries), policy, observed, keeping)
     if isinstance(decision, Commit):
         check_plan(view, decision.plan)
+        check_state(view, decision.plan, observed, keeps)
+
+
+def check_state(view: View, plan: Plan, observed: Observed, keeps: bool) -> None:
+    """A plan that starts workers names a step that is there, once everybody has told."""
+    head = view.head()
+    assert plan.origin > (head.origin if head is not None else 0)
+    if plan.action == "stop":
+        return
+    if not keeps:
+        assert (plan.recovery_step, plan.recovery_origin, set(plan.recovery_source.values())) == (0, 0, {"none"})
+        return
+    generation = head.generation if head is not None else 0
+    held = told(view, generation)
+    missing = {m.node_id for m in view.live_members()} - {h.node_id for h in held}
+    assert missing <= observed.overdue | observed.silent
+    assert all(h.generation == generation and view.is_live(h.node_id, h.incarnation) for h in held)
+    assert all(c.origin < plan.origin for h in held for c in h.copies)
+    if plan.recovery_step == 0:
+        return
+    key = (plan.recovery_step, plan.recovery_origin)
+    there = {c.rank for h in held for c in h.copies if c.key == key}
+    assert there >= set(range(len(plan.active)))
+    assert key not in {(b.step, b.origin) for b in view.banned()}
+    assert set(plan.recovery_source) == {str(n.slot) for n in plan.active}
 
 
 def check_plan(view: View, plan: Plan) -> None:

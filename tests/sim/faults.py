@@ -283,9 +283,94 @@ ALL = (
 )
 
 
+# -- faults of runs that keep states; drawn by their own chance -------------------------------------------------------
+
+
+def crash_host(world: World) -> None:
+    """The agent, its workers and its vault at once."""
+    living = world.living()
+    if living:
+        process = world.states.chance.choice(living)
+        world.log(f"FAULT host {process.host.name} crashes")
+        for (host, _), vault in sorted(world.states.vaults.items()):
+            if host == process.host.name:
+                world.states.lose(vault)
+        for other in living:
+            if other.host is process.host:
+                other.kill()
+
+
+def kill_vault(world: World) -> None:
+    living = world.living()
+    if living:
+        process = world.states.chance.choice(living)
+        world.log(f"FAULT the vault of {process.name} is killed")
+        world.states.lose(world.states.vault(process))
+        process.vault_lost()
+
+
+def corrupt_copy(world: World) -> None:
+    """A byte flips in one image; whoever is to use it finds out by its digest."""
+    found = [(v, r, i) for _, v in sorted(world.states.vaults.items()) if v.alive for r, i in v.images()]
+    if found:
+        vault, rank, image = world.states.chance.choice(found)
+        world.log(f"FAULT rank {rank} of {image.key} is corrupted in the vault of {vault.name}")
+        image.corrupt = True
+        world.states.corrupted.add(image.key)
+
+
+def slow_to_tell(world: World) -> None:
+    living = world.living()
+    if living:
+        process = world.states.chance.choice(living)
+        world.log(f"FAULT the vault of {process.name} answers late")
+        process.deaf_until_ms = world.now_ms + world.states.chance.choice((2_000, 6_000, 15_000))
+
+
+def corrupt_and_crash(world: World) -> None:
+    """The newest image in a vault is corrupted, and a moment later a host crashes: the copy is needed."""
+    found = [v for _, v in sorted(world.states.vaults.items()) if v.alive and any(v.images())]
+    if found:
+        vault = world.states.chance.choice(found)
+        newest = max(i.key for _, i in vault.images())
+        for _, image in vault.images():
+            if image.key == newest:
+                image.corrupt = True
+        world.states.corrupted.add(newest)
+        world.log(f"FAULT {newest} is corrupted in the vault of {vault.name}")
+        world.after(world.states.chance.randint(1, 300), lambda: crash_host(world))
+
+
+def crash_two_hosts(world: World) -> None:
+    """Often both that have copies of one state."""
+    crash_host(world)
+    world.after(world.states.chance.randint(0, 400), lambda: crash_host(world))
+
+
+STATE_FAULTS = (
+    crash_host,
+    crash_host,
+    crash_two_hosts,
+    kill_vault,
+    corrupt_copy,
+    corrupt_and_crash,
+    corrupt_and_crash,
+    slow_to_tell,
+)
+
+
+def _schedule_state_faults(world: World) -> None:
+    chance = world.states.chance
+    for _ in range(chance.choice((0, 1, 2, 4)) if world.states.on else 0):
+        fault, at_ms = chance.choice(STATE_FAULTS), chance.randint(2_000, world.scenario.safety_ms)
+        world.after(at_ms, lambda f=fault: f(world))  # type: ignore[misc]
+
+
 def schedule(world: World) -> None:
     """Draws the faults of the safety phase."""
     s = world.scenario
+    if s.theme != "large":
+        _schedule_state_faults(world)
     if s.theme == "success":
         stop_at_the_end(world)
     if s.theme == "large":

@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from lmres.gemini.watermark import Verdict
 from lmres.ports import Compare, Get, Put, Txn
 from lmres.rendezvous import blame
 from lmres.rendezvous import decide as deciding
+from lmres.rendezvous import resume as resuming
 from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.joining import Joining
@@ -22,7 +24,7 @@ from lmres.rendezvous.ledger import Ledger
 from lmres.rendezvous.state import Finished, Formed, View
 
 Patch = Callable[[], Any]
-_observe = LeaseTable.observe
+_observe, _choose = LeaseTable.observe, resuming.choose
 _create, _decide, _observed, _outcome = Ledger.create, deciding.decide, Agent._observed, Agent._outcome
 
 
@@ -128,16 +130,16 @@ def _name_always_free(self: Joining, inputs: Any) -> Any:
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
-def _finish_early(view: Any, policy: Any, observed: Any) -> Any:
+def _finish_early(view: Any, policy: Any, observed: Any, checkpointing: Any) -> Any:
     head = view.head()
     if head is not None and head.action != "stop" and view.finished is None and view.done(head.generation):
         record = Finished(outcome="succeeded", exit_code=0, reason="one has ended well", generation=head.generation)
         return deciding.Finish(record=record)
-    return _decide(view, policy, observed)
+    return _decide(view, policy, observed, checkpointing)
 
 
-def _standby_counts(view: Any, policy: Any, observed: Any) -> Any:
-    decision, head = _decide(view, policy, observed), view.head()
+def _standby_counts(view: Any, policy: Any, observed: Any, checkpointing: Any) -> Any:
+    decision, head = _decide(view, policy, observed, checkpointing), view.head()
     if isinstance(decision, deciding.Wait) and head is not None and head.action != "stop" and view.finished is None:
         standby = tuple(m.node_id for m in view.standbys())
         if set(standby) - set(head.standby) and not decision.for_standby:
@@ -155,8 +157,8 @@ def _standby_counts(view: Any, policy: Any, observed: Any) -> Any:
     return decision
 
 
-def _slots_by_name(view: Any, policy: Any, observed: Any) -> Any:
-    decision = _decide(view, policy, observed)
+def _slots_by_name(view: Any, policy: Any, observed: Any, checkpointing: Any) -> Any:
+    decision = _decide(view, policy, observed, checkpointing)
     if isinstance(decision, deciding.Commit) and decision.plan.action in ("restart", "replace"):
         nodes = sorted(decision.plan.active, key=lambda n: n.node_id)
         active = tuple(replace(n, slot=i) for i, n in enumerate(nodes))
@@ -170,7 +172,46 @@ def _blame_anybody(first: Any, head: Any, missing: Any) -> Any:
     return next((n for n in head.active if n.node_id == first.cause.node_id), None)
 
 
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def _choose_the_last_but_one(holdings: Any, **what: Any) -> Any:
+    found = _choose(holdings, **what)
+    if not hasattr(found, "step"):
+        return found
+    older = _choose(holdings, **{**what, "banned": what["banned"] | {(found.step, found.origin)}})
+    return older if hasattr(older, "step") else found
+
+
+def _choose_banned(holdings: Any, **what: Any) -> Any:
+    return _choose(holdings, **{**what, "banned": frozenset()})
+
+
+def _choose_half(holdings: Any, **what: Any) -> Any:
+    """Is content with the images of some ranks."""
+    return _choose(holdings, **{**what, "slots": dict(list(what["slots"].items())[:1])})
+
+
+def _give_up_at_once(holdings: Any, **what: Any) -> Any:
+    """Only own memory counts."""
+    found = _choose(holdings, **what)
+    lost = hasattr(found, "step") and set(found.source.values()) != {"local"}
+    return resuming.Nothing(reason="it is not here", lost=True) if lost else found
+
+
+def _own_buffer_only(self: Verdict, held: Any) -> bool:
+    """The safe image itself may be written over."""
+    return held is None or self.is_dead(held) or (self.safe is not None and held <= self.safe)
+
+
 MUTANTS: dict[str, Patch] = {
+    "holdings_not_waited_for": _replaced(deciding, "untold", lambda view, head, but: ()),
+    "holdings_of_any_generation": _replaced(resuming, "_is_fresh", lambda member, revision, held, **_: True),
+    "newest_state_passed_over": _replaced(resuming, "choose", _choose_the_last_but_one),
+    "banned_state_taken": _replaced(resuming, "choose", _choose_banned),
+    "state_of_some_ranks": _replaced(resuming, "choose", _choose_half),
+    "copies_elsewhere_overlooked": _replaced(resuming, "choose", _give_up_at_once),
+    "safe_image_overwritten": _replaced(Verdict, "reusable", _own_buffer_only),
     "plan_without_compare": _replaced(Ledger, "create", _create_blindly),
     "plan_after_separate_look": _replaced(Ledger, "create", _create_after_look),
     "end_and_plan_not_exclusive": _replaced(Ledger, "create", _create_alone),
@@ -209,6 +250,9 @@ def planted(name: str | None) -> Iterator[None]:
 
 
 FIRST_SEEDS = {
+    "banned_state_taken": 150,
+    "heard_is_forgiven": 220,
+    "holdings_of_any_generation": 50,
     "displaced_agent_writes": 56,
     "end_and_plan_not_exclusive": 19,
     "foreign_records_believed": 12,

@@ -34,6 +34,8 @@ _KINDS = {
         state.Done,
         state.Finished,
         state.Door,
+        state.Banned,
+        state.Holdings,
     )
 }
 
@@ -75,6 +77,9 @@ class Invariant:
 
     def starts(self, process: Process, generation: int, slot: int) -> None:
         """An agent starts workers."""
+
+    def trains(self, plan: Plan, group: dict[int, tuple[Process, Workers]]) -> None:
+        """A group begins to train."""
 
     def stops(self, process: Process, outcome: Outcome) -> None:
         """An agent stops living workers because it was told to."""
@@ -226,6 +231,10 @@ class Oracle:
         for invariant in self.invariants:
             invariant.starts(process, generation, slot)
 
+    def trains(self, plan: Plan, group: dict[int, tuple[Process, Workers]]) -> None:
+        for invariant in self.invariants:
+            invariant.trains(plan, group)
+
     def stops(self, process: Process, outcome: Outcome) -> None:
         self.world.log(f"{process.name} stops its workers of generation {process.workers_generation}")
         for invariant in self.invariants:
@@ -290,6 +299,10 @@ def _home(keys: Keys, record: Any) -> str:
             return keys.stop
         case state.Finished():
             return keys.finished
+        case state.Banned():
+            return keys.banned(record.step, record.origin)
+        case state.Holdings():
+            return keys.holdings(record.node_id)
         case _:
             return keys.door
 

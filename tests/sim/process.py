@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+from lmres.gemini.inventory import Holdings, Key
 from lmres.ports import Txn, TxnResult
 from lmres.rendezvous.agent import Agent
-from lmres.rendezvous.plan import Cause, ExceptionInfo
+from lmres.rendezvous.plan import Cause, ExceptionInfo, Plan
+from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.rounds import Inputs, Leave, Outcome, Settings
-from lmres.rendezvous.state import Evidence, Member, RunConfig
-from lmres.scout.evidence import classify_exception, classify_exit
+from lmres.rendezvous.state import Banned, Evidence, Member, RunConfig
+from lmres.scout.evidence import Weight, classify_exception, classify_exit
 
 if TYPE_CHECKING:
+    from tests.sim.states import Vault
     from tests.sim.world import Host, World
 
 LEAVE_MS = 5_000
@@ -32,6 +35,7 @@ class Workers:
         self.generation = generation
         self.slot = slot
         self.state = "starting"
+        self.vault: Vault | None = None
 
     @property
     def alive(self) -> bool:
@@ -57,6 +61,13 @@ class Process:
         self.waiting = True
         self.restarts_left = world.scenario.max_restarts
         self.faults: tuple[Evidence, ...] = ()
+        self.banned: tuple[Banned, ...] = ()
+        self.holdings: Holdings | None = None
+        self.restored: Key | None = None
+        self.ever: set[int] = set()
+        self.deaf_until_ms = 0
+        self._freezing: tuple[int, int] | None = None
+        self._told_epoch = 0
         self.outcome: Outcome | None = None
         self.unkillable_ms = 0
         self._spent_for = 0
@@ -107,6 +118,7 @@ class Process:
             recovery=s.recovery,
             join_timeout_ms=s.join_timeout_ms,
             form_timeout_ms=s.form_timeout_ms,
+            checkpointing=Checkpointing(enabled=self.world.states.on),
         )
 
     def _new_incarnation(self) -> str:
@@ -171,6 +183,8 @@ class Process:
             master_port=self._port,
             step=self.world.program.step,
             faults=self.faults,
+            banned=self.banned,
+            holdings=self.holdings,
             leave=self.leave,
         )
         self._leaving_round = self.leave is not None
@@ -226,6 +240,8 @@ class Process:
             self.exit()
             return
         self._stop_if_told(outcome)
+        if self.world.states.on:
+            self._mind_the_vault(outcome)
         if outcome.end is not None:
             self._end(outcome)
             return
@@ -243,6 +259,78 @@ class Process:
         ):
             self._start(generation, outcome.slot)
         self.wake(1 if self._poked else max(1, int(outcome.next_ms / self.host.rate)))
+
+    # -- the vault ----------------------------------------------------------------------------------------------------
+
+    def _mind_the_vault(self, outcome: Outcome) -> None:
+        """As the edge: it follows plans, and is frozen and told of when that is asked for."""
+        states, wanted = self.world.states, outcome.freeze
+        if outcome.plan is not None and outcome.plan.action != "stop":
+            states.follow(self, outcome.plan)
+        asked = (self.round_epoch, wanted) if wanted is not None else None
+        told = self.holdings is not None and asked == (self._told_epoch, self.holdings.generation)
+        if asked is None or told or self._freezing == asked:
+            return
+        self._freezing = asked
+        delay_ms = max(states.delay_ms(), self.deaf_until_ms - self.world.now_ms)
+        self.later(delay_ms, lambda: self._freeze(asked))
+
+    def _freeze(self, asked: tuple[int, int]) -> None:
+        epoch, generation = asked
+        self._freezing = None
+        if self.round_epoch != epoch:
+            return
+        slot = self.outcome.slot if self.outcome is not None else None
+        vault = self.world.states.vault(self)
+        vault.frozen = vault.frozen or (generation > 0 and (slot is None or self.workers_generation == generation))
+        self._told_epoch = epoch
+        self.holdings = self.world.states.holdings(self, generation, "")
+        self.world.log(f"{self.name} holds in generation {generation}: {_shown_copies(self.holdings)}")
+        self.wake(1)
+
+    def vault_lost(self) -> None:
+        """Its vault was killed; the agent starts another, which is empty."""
+        self.holdings = self._freezing = None
+        self.wake(1)
+
+    def _prepare(self, workers: Workers, plan: Plan) -> None:
+        """The chosen image is put in place, or the state is banned and a plan with another one asked for."""
+        states, key = self.world.states, Key(plan.recovery_step, plan.recovery_origin)
+        self.holdings = None
+        states.assign(self, plan, workers.slot)
+        workers.vault = states.vault(self)
+        problem = states.prepare(self, plan, workers.slot)
+        if not problem:
+            self.restored = key
+            return
+        self.world.log(f"{self.name} {problem}")
+        workers.state = "failed"
+        self.banned = (*self.banned, Banned(step=key.step, origin=key.origin, reason=problem))
+        me = self.agent.me
+        cause = Cause(
+            failure_class="unknown",
+            node_id=self.node_id,
+            incarnation=me.incarnation,
+            host=self.host.name,
+            detail=problem,
+        )
+        self._witness(workers.generation, "primary", cause)
+        self.world.oracle.failed(workers.group)
+        self.wake(self.world.rng.randint(1, 20))
+
+    def _witness(self, generation: int, weight: Weight, cause: Cause) -> None:
+        evidence = Evidence(
+            generation=generation,
+            reporter=self.node_id,
+            incarnation=self.agent.me.incarnation,
+            weight=weight,
+            cause=cause,
+            boot_id=self.host.boot_id,
+            at_ms=self.clock_ms,
+        )
+        self.faults = (*self.faults, evidence)
+
+    # -- its workers --------------------------------------------------------------------------------------------------
 
     def _stop_if_told(self, outcome: Outcome) -> None:
         workers = self.workers
@@ -284,6 +372,9 @@ class Process:
         self.workers = Workers(self.round_epoch, generation, slot)
         self.world.oracle.starts(self, generation, slot)
         self.world.program.joined(self, self.workers)
+        if self.world.states.on:
+            assert self.outcome is not None and self.outcome.plan is not None
+            self._prepare(self.workers, self.outcome.plan)
 
     def _end(self, outcome: Outcome) -> None:
         end = outcome.end
@@ -382,16 +473,7 @@ class Process:
             exception=ExceptionInfo(type_name=exception[0], message=exception[1]) if exception is not None else None,
             step=self.world.program.step,
         )
-        evidence = Evidence(
-            generation=workers.generation,
-            reporter=self.node_id,
-            incarnation=self.agent.me.incarnation,
-            weight=finding.weight,
-            cause=cause,
-            boot_id=self.host.boot_id,
-            at_ms=self.clock_ms,
-        )
-        self.faults = (*self.faults, evidence)
+        self._witness(workers.generation, finding.weight, cause)
         self.world.oracle.failed(workers.group)
         self.world.log(f"{self.name} worker failed: {finding.weight} {finding.detail}")
         self.world.program.changed(workers.group)
@@ -403,3 +485,7 @@ class Process:
             self.succeeded = workers.generation
             self.world.oracle.succeeded(self, workers)
             self.wake(self.world.rng.randint(1, 20))
+
+
+def _shown_copies(holdings: Holdings) -> str:
+    return " ".join(f"{c.rank}@{c.step}/{c.origin}{'f' * (c.place == 'durable')}" for c in holdings.copies) or "nothing"

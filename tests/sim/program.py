@@ -19,7 +19,7 @@ _BROKEN = (
 
 
 class Program:
-    """``step`` is where the whole run is; a new generation goes on from it."""
+    """``step`` is where the whole run is; a new generation goes on from it, or from the state that its plan names."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -54,6 +54,10 @@ class Program:
         if self._whole(name) is None or name in self._formed:
             return
         self._formed.add(name)
+        plan = self.world.oracle.plans[name]
+        if self.world.states.on:
+            self.step = plan.recovery_step
+        self.world.oracle.trains(plan, self._groups[name])
         self.world.log(f"generation {name[1]} trains from step {self.step}")
         self.world.after(STEP_MS, lambda: self._tick(name))
 
@@ -68,6 +72,9 @@ class Program:
             process, workers = group[0]
             process.worker_failed(workers, exception=("ValueError", "this sample can not be read"))
             return
+        for _, (_, workers) in sorted(group.items()):
+            if workers.vault is not None and world.states.chance.random() > 0.05:
+                workers.vault.capture(self.step)
         if self.step >= world.scenario.total_steps:
             for _, (process, workers) in sorted(group.items()):
                 self._finish(process, workers, rng.randint(0, 2500))

@@ -25,6 +25,11 @@ def sights(world: World) -> set[str]:
             found.add("streak")
         if plan.action == "replace" and any("keeps slot" in part for part in plan.reason.split("; ")):
             found.add("kept for want of a standby")
+        if world.states.on:
+            found |= {f"state {source}" for source in plan.recovery_source.values()}
+            found |= {what for what, words in STATE_WORDS.items() if words in plan.reason}
+    if any(v.verdict.gate for v in world.states.vaults.values()):
+        found.add("gate")
     for process in world.processes:
         found.add(f"exit {process.exit_code}")
         if process.agent.me.incarnation.rsplit(".", 1)[1] != "1":
@@ -42,7 +47,17 @@ def sights(world: World) -> set[str]:
     return found
 
 
+STATE_WORDS = {
+    "newer state not whole": "is not whole",
+    "newer state banned": "is banned",
+    "state lost": "ways out",
+    "state could not be restored": "can not be restored",
+    "some were not heard": "without word",
+}
 EXPECTED = {
+    *(f"state {s}" for s in ("none", "local", "peer", "replica", "durable")),
+    *STATE_WORDS,
+    "gate",
     *(f"plan {a}" for a in ("start", "restart", "replace", "stop")),
     *(f"class {c}" for c in ("none", "process_crash", "user_exception", "out_of_memory", "unknown", "node_lost")),
     *(f"class {c}" for c in ("drain", "node_unhealthy")),

@@ -23,6 +23,7 @@ from tests.sim.oracle import Oracle
 from tests.sim.process import Process
 from tests.sim.program import Program
 from tests.sim.scenario import Scenario, scenario_of
+from tests.sim.states import States
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class World:
         self.scenario = scenario or drawn
         self.keys = Keys(run=f"sim-{seed}")
         self.engine = Engine()
+        self.states = States.of(self)
         self.oracle = Oracle(self)
         self.program = Program(self)
         self.now_ms = 0

@@ -74,6 +74,9 @@ def _crashed(
     session.crashing = True  # a user's hook may chain to an older one of ours
     monotonic_ms = time.monotonic_ns() // 1_000_000
     with contextlib.suppress(Exception):
+        if session.attachment is not None:
+            session.attachment.settle()
+    with contextlib.suppress(Exception):
         lines = _format(kind, value, trace)
         session.send(_report(session.step, monotonic_ms, kind, value, lines))
         _write_error_file(kind, value, lines)

@@ -19,6 +19,10 @@ import struct
 import sys
 import time
 
+TYPE_CHECKING = False  # of ours: importing typing takes longer than all the rest
+if TYPE_CHECKING:
+    from typing import Any
+
 # The writer's copy of what lmres.rendezvous.edge.workers.progress describes.
 PAGE_MAGIC = b"lmresPG\x01"
 PAGE_VERSION = 1
@@ -41,6 +45,7 @@ class Session:
     def __init__(self, channel: int, page: mmap.mmap) -> None:
         self.page: mmap.mmap | bytearray = page
         self.crashing = False
+        self.attachment: Any = None
         self._channel = channel
         self._identity = _identity(channel)
 
@@ -92,6 +97,10 @@ class Session:
             if not data or b'"release": true' in heard:
                 return
 
+    def mark_progress(self) -> None:
+        """Something goes on, without a step."""
+        COUNTERS.pack_into(self.page, COUNTERS_AT, self.step, time.monotonic_ns())
+
     def let_go(self) -> None:
         """In a forked child: this process is not the worker."""
         if self._usable():
@@ -136,11 +145,12 @@ def attach(numbers: str) -> None:
     _session = session = Session(channel, page)
     os.register_at_fork(after_in_child=session.let_go)
 
-    from lmres.adapters.bootstrap import crash, steps
+    from lmres.adapters.bootstrap import crash, protect, steps
 
     hook = crash.install(session)
-    steps.install(session, hook.renew)
+    counter = steps.install(session, hook.renew)
     session.send(b'{"kind": "attached", "python": "%d.%d.%d", "pid": %d}' % (*sys.version_info[:3], os.getpid()))
+    protect.install(session, counter)
 
 
 def hold_s() -> float:

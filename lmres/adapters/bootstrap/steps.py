@@ -28,52 +28,88 @@ if TYPE_CHECKING:
 MODULE = "torch.optim.optimizer"
 
 
-def install(session: Session, each_step: Callable[[], None]) -> None:
+def install(session: Session, each_step: Callable[[], None]) -> StepCounter:
     """Count from now on. ``each_step`` is called whenever the step has risen; it must be cheap and must not raise."""
-    hook = make_hook(session, each_step)
+    counter = StepCounter(session, each_step)
+    hook = counter.hook()
 
     def register(module: ModuleType) -> None:
         module.register_optimizer_step_post_hook(hook)
 
     if MODULE in sys.modules:  # the user's sitecustomize imported it
         register(sys.modules[MODULE])
-    sys.meta_path.insert(0, ImportWatch(MODULE, register))
+    sys.meta_path.insert(0, ImportWatch(MODULE, register, "optimizer steps are not counted"))
+    return counter
 
 
-def make_hook(session: Session, each_step: Callable[[], None]) -> Callable[[Any, Any, Any], None]:
-    counts: dict[int, int] = {}
-    step = 0
-    pack, at, now_ns = COUNTERS.pack_into, COUNTERS_AT, time.monotonic_ns
+class StepCounter:
+    """Writes the progress page, and tells the agent of the first step made in this process.
 
-    def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal step
-        key = id(optimizer)
-        counts[key] = done = counts.get(key, 0) + 1
-        moment = now_ns()
-        if done > step:
-            step = done
-            each_step()
-            if done == 1 and session.attached:
-                FIRST.pack_into(session.page, FIRST_AT, moment)
-                session.send(b'{"kind": "first_step", "step": 1, "monotonic_ms": %d}' % (moment // 1_000_000))
-            if done == 2 and session.attached:
-                # The first step has pulled in the lazy modules: now is the time to say what the program needs.
-                from lmres.adapters.bootstrap import modules
+    By itself it counts the steps that optimizers complete. Whoever knows better (the way back to a step does) takes
+    over with ``follow`` and says ``reached``.
+    """
 
-                modules.report(session)
-        pack(session.page, at, step, moment)
+    def __init__(self, session: Session, each_step: Callable[[], None]) -> None:
+        self._session = session
+        self._each_step = each_step
+        self._step = 0
+        self._made = 0
+        self._led = False
 
-    # What ``torch.compiler.disable`` sets, without its import: a compiled step must not trace into this.
-    count_step._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return count_step
+    def follow(self, step: int) -> None:
+        """From now on only ``reached`` counts; ``step`` are done already."""
+        self._led = True
+        self._step = step
+        COUNTERS.pack_into(self._session.page, COUNTERS_AT, step, 0)
+
+    def reached(self, step: int) -> None:
+        """``step`` steps are done, one more than before."""
+        moment = time.monotonic_ns()
+        self._rise(step, moment)
+        COUNTERS.pack_into(self._session.page, COUNTERS_AT, step, moment)
+
+    def hook(self) -> Callable[[Any, Any, Any], None]:
+        counts: dict[int, int] = {}
+        pack, at, now_ns = COUNTERS.pack_into, COUNTERS_AT, time.monotonic_ns
+        session = self._session
+
+        def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if self._led:
+                return
+            key = id(optimizer)
+            counts[key] = done = counts.get(key, 0) + 1
+            moment = now_ns()
+            if done > self._step:
+                self._rise(done, moment)
+            pack(session.page, at, self._step, moment)
+
+        # What ``torch.compiler.disable`` sets, without its import: a compiled step must not trace into this.
+        count_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return count_step
+
+    def _rise(self, step: int, moment: int) -> None:
+        self._step = step
+        self._made += 1
+        self._each_step()
+        session = self._session
+        if self._made == 1 and session.attached:
+            FIRST.pack_into(session.page, FIRST_AT, moment)
+            session.send(b'{"kind": "first_step", "step": %d, "monotonic_ms": %d}' % (step, moment // 1_000_000))
+        if self._made == 2 and session.attached:
+            # The first step has pulled in the lazy modules: now is the time to say what the program needs.
+            from lmres.adapters.bootstrap import modules
+
+            modules.report(session)
 
 
 class ImportWatch:
     """A finder that finds nothing of its own, and calls ``then(module)`` after each execution of one module."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, then: Callable[[ModuleType], None], otherwise: str) -> None:
+        """``otherwise``: what follows when it fails, for the person who reads it."""
         self._name = name
         self._then = then
+        self._otherwise = otherwise
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != self._name:
@@ -90,7 +126,7 @@ class ImportWatch:
 
     def _observe(self, loader: Any) -> None:
         plain = type(loader)
-        then = self._then
+        then, otherwise = self._then, self._otherwise
 
         class Observed(plain):  # type: ignore[misc, valid-type]
             def exec_module(self, module: ModuleType) -> None:
@@ -99,7 +135,7 @@ class ImportWatch:
                 try:
                     then(module)
                 except Exception as error:
-                    sys.stderr.write(f"lmres: optimizer steps are not counted: {error!r}\n")
+                    sys.stderr.write(f"lmres: {otherwise}: {error!r}\n")
 
             def __reduce_ex__(self, protocol: Any) -> Any:
                 import copyreg
@@ -111,4 +147,4 @@ class ImportWatch:
         try:
             loader.__class__ = Observed
         except TypeError:
-            sys.stderr.write(f"lmres: optimizer steps are not counted: {MODULE} comes from {plain!r}\n")
+            sys.stderr.write(f"lmres: {otherwise}: {self._name} comes from {plain!r}\n")

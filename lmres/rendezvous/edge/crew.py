@@ -25,7 +25,7 @@ from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.edge.workers.stop import StopReport, stop_workers
 from lmres.rendezvous.edge.workers.warm import WarmPool, names_of_report
 from lmres.rendezvous.plan import Cause, ExceptionInfo
-from lmres.rendezvous.state import Evidence, Member
+from lmres.rendezvous.state import Banned, Evidence, Member
 from lmres.scout.evidence import Finding, classify_exception, classify_exit
 
 log = logging.getLogger("lmres")
@@ -33,6 +33,8 @@ log = logging.getLogger("lmres")
 MAX_FAULTS_PER_GENERATION = 32
 TRACEBACK_S = 1.0
 UNKILLABLE_S = 30.0
+SUSPECT_STEPS = 10
+"""A state after which the parameters are not finite within so many steps is taken for the reason."""
 _MAX_LINES = 20
 
 
@@ -82,6 +84,8 @@ class Crew:
         self.stopped_ms: int | None = None
         self.succeeded = 0
         self.faults: tuple[Evidence, ...] = ()
+        self.banned: tuple[Banned, ...] = ()
+        self._restored: tuple[int, int] | None = None
         self._expected = 0
         self._statuses: dict[int, int] = {}
         self._attached: set[int] = set()
@@ -108,8 +112,11 @@ class Crew:
 
     # -- a generation -------------------------------------------------------------------------------------------------
 
-    def begin(self, generation: int, expected: int, env: Mapping[str, str]) -> None:
-        """The next ``expected`` workers that torch starts belong to ``generation``."""
+    def begin(
+        self, generation: int, expected: int, env: Mapping[str, str], *, restored: tuple[int, int] | None = None
+    ) -> None:
+        """The next ``expected`` workers that torch starts belong to ``generation``. ``restored``: step and origin of
+        the state that they go on from, None at step 0."""
         with self._lock:
             for worker in self.monitor.workers():
                 self._guardian.unregister(worker.pid)
@@ -120,6 +127,7 @@ class Crew:
             self._cleaned = set()
             # Last: whoever sees the new number must not see what belonged to the old one.
             self._expected = expected
+            self._restored = restored
             self.generation = generation
         self.monitor.set_generation(generation, env)
 
@@ -243,8 +251,29 @@ class Crew:
         if kind == "holding":
             self._holding.add(worker.pid)
         if kind == "exception":
+            self._ban_unreadable(message)
             self._exception(worker, message)
+        if kind == "nonfinite":
+            self._ban_nonfinite(worker, message)
         self._on_note(worker, message)
+
+    def _ban_unreadable(self, message: dict[str, Any]) -> None:
+        if message.get("type") == "lmres.errors.StateError":
+            self._ban(f"it could not be read: {str(message.get('message', ''))[:500]}")
+
+    def _ban_nonfinite(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        step, restored = message.get("step"), self._restored
+        if isinstance(step, int) and restored is not None and step - restored[0] <= SUSPECT_STEPS:
+            self._ban(f"parameters of rank {worker.place.rank} were not finite at step {step}, soon after it")
+
+    def _ban(self, reason: str) -> None:
+        with self._lock:
+            if self._restored is None or any((b.step, b.origin) == self._restored for b in self.banned):
+                return
+            step, origin = self._restored
+            self.banned = (*self.banned, Banned(step=step, origin=origin, reason=reason))
+        log.warning("the state of step %d is not used again: %s", step, reason)
+        self._on_change()
 
     def _exception(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         type_name = str(message.get("type", "unknown")).removeprefix("builtins.")[:300]

@@ -6,7 +6,7 @@ Called by the control thread after each round, and by the workers' monitor with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmres.rendezvous.agent import Agent
@@ -136,6 +136,8 @@ class Narrator:
                 reason="attached",
                 rank=worker.place.rank,
             )
+        elif kind in ("captured", "restored", "protection"):
+            self._state_note(worker, message, generation)
         elif kind == "first_step" and isinstance(message.get("step"), int):
             self._events.emit("training_resumed", generation, rank=worker.place.rank, step=message["step"])
             self._first_steps.add((generation, worker.place.local_rank))
@@ -144,6 +146,33 @@ class Narrator:
             if stepped == self._local_world_size and marks is not None and marks.generation == generation:
                 marks.first_step_ms = now_ms()
                 self._poke()
+
+    def _state_note(self, worker: WorkerProcess, message: dict[str, Any], generation: int) -> None:
+        rank = worker.place.rank
+        fields = {k: v for k, v in message.items() if k not in ("kind", "monotonic_ms", "armed")}
+        if message["kind"] == "captured":
+            self._events.emit("checkpoint_captured", generation, **{**fields, "rank": rank, "trust": "unverified"})
+        elif message["kind"] == "restored":
+            self._events.emit("checkpoint_restored", generation, **{**fields, "rank": rank})
+            marks = self._marks
+            if marks is not None and marks.generation == generation:
+                marks.restored_ms = now_ms()
+        elif message.get("armed") is True:
+            self._events.emit("protection_armed", generation, **{"reason": "capturing", **fields, "rank": rank})
+        else:
+            parts = {"adapter": "pytorch", "parts": ["checkpoint"], "reason": "unknown"}
+            self._events.emit("protection_off", generation, **{**parts, **fields, "rank": rank})
+            log.warning("rank %s: the training state is not protected: %s", rank, fields.get("reason"))
+
+    def vault_note(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """What the vault tells, in its thread."""
+        generation = self._agent_generation()
+        if kind in ("problem", "gone", "refused"):
+            reason = str(fields.get("reason", fields))
+            log.warning("vault: %s", reason)
+            self._events.emit("protection_off", generation, adapter="vault", parts=["checkpoint"], reason=reason)
+        elif kind == "copies":
+            log.info("vault: copies %s", dict(fields))
 
     def _mark(self, outcome: Outcome, crew: Crew) -> None:
         """Keeps the moments of a recovery, and reports it when the new workers have made their first step."""

@@ -30,7 +30,7 @@ from lmres.policy import Policy
 from lmres.ports import Store
 from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.codec import to_plain
-from lmres.rendezvous.edge import torch_agent
+from lmres.rendezvous.edge import safekeeping, torch_agent
 from lmres.rendezvous.edge.connect import connect
 from lmres.rendezvous.edge.crew import Crew, now_ms
 from lmres.rendezvous.edge.driver import LEAVE_S, Driver
@@ -47,6 +47,7 @@ from lmres.rendezvous.edge.workers.warm import WarmPool
 from lmres.rendezvous.edge.workers.warm_fit import Launch
 from lmres.rendezvous.options import Options
 from lmres.rendezvous.plan import Cause, Plan
+from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.rounds import End, Inputs, Leave, Outcome
 
 log = logging.getLogger("lmres")
@@ -87,6 +88,7 @@ class Node:
         self.events = EventLog(self.state_dir / "events.jsonl", run_id=options.run_id, node_id=self.node_id)
         self._token = uuid.uuid4().hex
         self._warm: WarmPool | None = None
+        self._safe: safekeeping.Safekeeping | None = None
         self._parked = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -172,6 +174,17 @@ class Node:
                 token_length=len(self._token), on_spawn=self._guardian.register, on_gone=self._guardian.unregister
             )
             self._warm.expect(launches)
+        if Checkpointing.of(self.policy if self._attach else None).enabled:
+            self._safe = safekeeping.Safekeeping(
+                policy=self.policy,
+                run_id=self.options.run_id,
+                me=lambda: self._agent.me,
+                local_world_size=local_world_size,
+                state_dir=self.state_dir,
+                on_event=self._narrator.vault_note,
+                poke=self._poke,
+            )
+            self._safe.start()
         self._crew = Crew(
             token=self._token,
             me=lambda: self._agent.me,
@@ -196,11 +209,9 @@ class Node:
 
     def _say_what_is_missing(self) -> None:
         """The policy's parts that this version does not have yet: said once, not passed over."""
-        wanted = {"checkpoint": self.policy.checkpoint.enabled, "detection": self.policy.detection.enabled}
-        parts = [name for name, on in wanted.items() if on]
-        if self._attach and parts:
-            reason = "not part of this version: after a failure the program starts at its own checkpoint or step 0"
-            self.events.emit("protection_off", 0, adapter="none", parts=parts, reason=reason)
+        if self._attach and self.policy.detection.enabled:
+            reason = "not part of this version: hangs, stragglers and corruption are not noticed"
+            self.events.emit("protection_off", 0, adapter="none", parts=["detection"], reason=reason)
 
     def next_group(self, restarts_left: int | None) -> Group | End:
         """Blocks until this node is in a formed group, or its end has come. Raises what ended the control thread."""
@@ -258,6 +269,7 @@ class Node:
             lambda: self._crew.join_stop(self.policy.workers.stop_grace_s + CLOSE_S),
             self._tell_left,
             self._crew.close,
+            self._close_vault,
             self._guardian.close,
             self._watch_store.close,
             self._part_from_store,
@@ -278,6 +290,10 @@ class Node:
             self._leave = Leave(reason=reason, planned=over)
         self._closing.set()
         self._poke()
+
+    def _close_vault(self) -> None:
+        if self._safe is not None:
+            self._safe.close()
 
     def _tell_left(self) -> None:
         me, leave = self._agent.me, self._leave
@@ -319,8 +335,13 @@ class Node:
         self._write_context(outcome.plan, group)
         env = self._worker_env(outcome.plan, group)
         os.environ.update(env)
+        if self._safe is not None:
+            self._safe.begin(safekeeping.scene_of(outcome.plan, outcome.slot, self._agent.view))
+            env["LMRES_CHECKPOINT"] = self._safe.settings(outcome.plan).encode()
         self._narrator.formed(group.generation)
-        self._crew.begin(group.generation, self._local_world_size, env)
+        plan = outcome.plan
+        restored = (plan.recovery_step, plan.recovery_origin) if plan.recovery_step else None
+        self._crew.begin(group.generation, self._local_world_size, env, restored=restored)
         self._waiting = False
 
     def _worker_env(self, plan: Plan, group: Group) -> dict[str, str]:
@@ -440,10 +461,21 @@ class Node:
             step=crew.step,
             faults=crew.faults,
             recovered=self._narrator.recovered,
+            holdings=self._safe.holdings if self._safe is not None else None,
+            banned=crew.banned,
+            keeping=self._safe.keeping if self._safe is not None else None,
             leave=self._leave,
         )
 
     def _apply(self, outcome: Outcome) -> None:
+        if self._safe is not None:
+            config = self._agent.view.config
+            if config is not None and self._agent.ledger.registered:
+                self._safe.confirm(config.token)
+            if outcome.plan is not None:
+                self._safe.follow(safekeeping.scene_of(outcome.plan, outcome.slot, self._agent.view))
+            if outcome.freeze is not None:
+                self._safe.freeze(outcome.freeze)
         self._narrator.tell(outcome, self._crew)
         parked = outcome.standing == "standby" and outcome.plan is not None
         if parked and not self._parked and self._warm is not None:

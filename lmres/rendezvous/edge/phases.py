@@ -1,8 +1,8 @@
 """How long each phase of a recovery took on this node, for ``recovery_completed``.
 
 The phases follow each other: from the failure to its notice (detect), to the committed plan (decide), to the end of the
-old workers (stop), to the formed group (rendezvous), to the start of the new workers (start), to their first completed
-optimizer step (first_step). A phase that can not be seen here (no bootstrap in the workers, say) is None; the total
+old workers (stop), to the formed group (rendezvous), to the start of the new workers (start), to the state put back in
+place (restore; None where none was), to their first completed optimizer step (first_step). A phase that can not be seen here (no bootstrap in the workers, say) is None; the total
 then ends with the start of the workers.
 """
 
@@ -25,6 +25,7 @@ class Marks:
     stopped_ms: int | None = None
     formed_ms: int | None = None
     started_ms: int | None = None
+    restored_ms: int | None = None
     first_step_ms: int | None = None
 
     def phases(self) -> dict[str, float | None]:
@@ -36,8 +37,8 @@ class Marks:
             _span(self.planned_ms, stopped),
             _span(stopped, self.formed_ms),
             _span(self.formed_ms, self.started_ms),
-            None,
-            _span(self.started_ms, self.first_step_ms),
+            _span(self.started_ms, self.restored_ms),
+            _span(self.restored_ms if self.restored_ms is not None else self.started_ms, self.first_step_ms),
             self._total(),
         )
         return {name: None if span is None else max(0, span) / 1000 for name, span in zip(PHASES, spans, strict=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from pathlib import Path
 
 from lmres import __version__
@@ -12,6 +13,7 @@ from lmres.policy import Policy, policy_to_dict
 from lmres.rendezvous.edge.host import HostIdentity
 from lmres.rendezvous.edge.workers.proctree import read_process
 from lmres.rendezvous.options import Options
+from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.rounds import Settings
 from lmres.rendezvous.state import Member, RunConfig
 
@@ -48,12 +50,14 @@ def make_settings(
         policy=json.dumps(policy_to_dict(policy), sort_keys=True) if with_policy else None,
         written_by=me.node_id,
         version=__version__,
+        token=uuid.uuid4().hex[:16],
     )
     return Settings(
         keys=Keys(run=options.run_key),
         me=me,
         config=config,
         recovery=policy.recovery,
+        checkpointing=Checkpointing.of(policy if with_policy else None),
         join_timeout_ms=round(options.join_timeout_s * 1000),
         form_timeout_ms=round((FORM_TIMEOUT_S + policy.workers.stop_grace_s) * 1000),
     )

@@ -1,5 +1,6 @@
 """One property a file."""
 
+from tests.sim.invariants.all_have_told import AllHaveTold
 from tests.sim.invariants.budgets import Budgets
 from tests.sim.invariants.committed_first import CommittedFirst
 from tests.sim.invariants.evidence_before_blame import EvidenceBeforeBlame
@@ -14,7 +15,10 @@ from tests.sim.invariants.one_owner import OneOwner
 from tests.sim.invariants.one_plan import OnePlan
 from tests.sim.invariants.quarantine_holds import QuarantineHolds
 from tests.sim.invariants.quiet_standbys import QuietStandbys
+from tests.sim.invariants.same_state import SameState
 from tests.sim.invariants.stable_slots import StableSlots
+from tests.sim.invariants.state_in_reach import StateInReach
+from tests.sim.invariants.state_is_newest import StateIsNewest
 from tests.sim.oracle import Invariant
 
 ALL: tuple[type[Invariant], ...] = (
@@ -33,4 +37,8 @@ ALL: tuple[type[Invariant], ...] = (
     ExitCodes,
     NobodyForgotten,
     Liveness,
+    AllHaveTold,
+    StateInReach,
+    StateIsNewest,
+    SameState,
 )

@@ -11,6 +11,7 @@ from lmres.ports import Put, Txn, TxnResult
 from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.edge.stores.engine import Engine
+from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.rounds import Inputs, Outcome, Settings
 from lmres.rendezvous.state import Member, RunConfig
 
@@ -38,6 +39,7 @@ class Node:
         self._count = 0
         self._process = process or name
         recovery = config.pop("recovery", Recovery())
+        checkpointing = config.pop("checkpointing", Checkpointing())
         values = {"min_nodes": 2, "max_nodes": 3, "policy": None, **config}
         self.agent = Agent(
             settings=Settings(
@@ -64,6 +66,7 @@ class Node:
                 recovery=recovery,
                 join_timeout_ms=20_000,
                 form_timeout_ms=8_000,
+                checkpointing=checkpointing,
             ),
             new_incarnation=self._incarnation,
             process_is_dead=dead or (lambda member: False),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lmres.errors import RecordError
+from lmres.gemini.inventory import Copy, Holdings, Part
 from lmres.rendezvous import state
 from lmres.rendezvous.codec import decode, encode, to_plain
 from lmres.rendezvous.plan import ActiveNode, Cause, ExceptionInfo, Plan, Quarantined, Streak, Strike
@@ -76,6 +77,30 @@ RECORDS: tuple[Any, ...] = (
     state.Done(generation=2, node_id="a", incarnation="a.1"),
     state.Recovered(generation=2, node_id="a", cause="c", phases={"detect_s": 0.25, "stop_s": None}),
     state.Finished(outcome="succeeded", exit_code=0, reason="r", generation=2),
+    state.Banned(step=5, origin=2, reason="not finite"),
+    Holdings(
+        node_id="a",
+        incarnation="a.1",
+        generation=2,
+        address="::1",
+        port=4000,
+        copies=(
+            Copy(
+                rank=0,
+                step=5,
+                origin=2,
+                shared=Part(digest="0" * 32, length=7),
+                own=Part(digest="1" * 32, length=8),
+                log=Part(digest="2" * 32, length=0),
+                has=("shared", "log"),
+                place="memory",
+                finite=True,
+                trust="unverified",
+                topology="1 ranks as 1 nodes of 1",
+            ),
+        ),
+        ever=True,
+    ),
 )
 
 

@@ -217,3 +217,63 @@ def test_observation_of_strangers_is_harmless() -> None:
     story = started()
     observed = Observed(unconfirmed=frozenset({"x"}), silent=frozenset({"y"}), late=frozenset({"z"}))
     assert isinstance(decide(story.view, story.policy, observed), Wait)
+
+
+def test_a_node_that_is_late_freezes_nothing_while_it_may_still_become_ready() -> None:
+    story = started(checkpointing=True)
+    story.exits("a", -9, step=7).holds("a", "0@7/1").holds("b", "1@7/1").commits()
+    assert not story.waits(late=frozenset("b")).freeze
+    story.joins("c")
+    assert story.waits(late=frozenset("b")).freeze
+
+
+def test_a_lost_node_freezes_the_others_even_if_no_standby_is_there() -> None:
+    story = started(checkpointing=True).goes("a")
+    assert story.waits().untold == ("b",)
+    story.holds("b", "0@7/1", "1@7/1")
+    wait = story.waits()
+    assert wait.for_standby and wait.freeze
+
+
+def test_where_no_state_is_kept_nothing_is_waited_for() -> None:
+    plan = started().exits("a", -9, step=7).commits()
+    assert (plan.recovery_step, plan.recovery_source, plan.trust) == (0, {"0": "none", "1": "none"}, "none")
+
+
+def test_a_failing_run_ends_also_where_states_are_kept() -> None:
+    story = started(checkpointing=True, no_progress_limit=2)
+    for _ in range(2):
+        story.raises("b", "ValueError", "bad sample", step=8).holds("a", "0@7/1").holds("b", "1@7/1")
+        plan = story.commits()
+        if plan.action == "stop":
+            break
+        story.forms()
+    assert plan.exit_code == 76
+
+
+def test_origins_rise_above_those_of_an_earlier_run() -> None:
+    story = Story(min_nodes=2, checkpointing=True).joins("a", "b")
+    story.holds("a", files="0@100/9 1@100/9").holds("b")
+    assert story.commits().origin == 10
+    story.forms().exits("a", -9, step=101).holds("a", "0@101/10").holds("b", "1@101/10")
+    plan = story.commits()
+    assert (plan.generation, plan.origin, plan.recovery_origin) == (2, 11, 10)
+
+
+def test_a_silent_standby_that_is_to_be_used_must_tell() -> None:
+    story = started(standbys="c", checkpointing=True).goes("b")
+    story.holds("a", "0@7/1", "1@7/1")
+    assert story.waits(silent=frozenset("c")).untold == ("c",)
+
+
+def test_no_run_ends_while_a_silent_standby_may_have_the_state() -> None:
+    story = started(standbys="cd", checkpointing=True).goes("b")
+    story.holds("a", "0@7/1").holds("c")
+    assert story.waits(silent=frozenset("d")).untold == ("d",)
+    story.holds("d", "1@7/1")
+    assert story.commits().recovery_step == 7
+
+
+def test_at_the_start_silent_nodes_are_waited_for() -> None:
+    story = Story(min_nodes=2, checkpointing=True).joins("a", "b").holds("a")
+    assert story.waits(silent=frozenset("b")).untold == ("b",)

@@ -1,0 +1,58 @@
+"""A quick number for the values of a program's parameters.
+
+It tells which of the past steps a loaded checkpoint holds; it is no digest, and certifies nothing. A few elements at
+fixed places of a few parameters are hashed, which an optimizer's step changes nearly always.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+import xxhash
+
+from lmres.adapters.capture.program import sharded_parameters, walk
+from lmres.adapters.capture.tensors import core, local, quiet
+
+MAX_TENSORS = 16
+MAX_ELEMENTS = 64
+
+
+def fingerprint(roots: Iterable[torch.nn.Module]) -> int:
+    """A 64-bit number: equal for equal parameters. Raises CaptureError for parameters that can not be captured."""
+    roots = tuple(roots)
+    with quiet():
+        shards = sharded_parameters(roots)
+        tensors = [
+            shards.get(id(tensor), tensor)
+            for root in roots
+            for _, module in walk(root)
+            for tensor in module._parameters.values()
+            if tensor is not None
+        ]
+        step = max(1, -(-len(tensors) // MAX_TENSORS))
+        digest = xxhash.xxh3_64(str(len(tensors)).encode())
+        for tensor in tensors[::step]:
+            part = core(local(tensor, "a parameter"))
+            digest.update(b"%d," % part.numel())
+            digest.update(_sample(part))
+        return digest.intdigest()
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """The bytes of some elements, evenly spread."""
+    if tensor.numel() == 0:
+        return b""
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        chosen = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].contiguous()
+    else:
+        # Along the longest dimension, at the start of the others.
+        dim = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+        for other in reversed(range(tensor.dim())):
+            if other != dim:
+                tensor = tensor.select(other, 0)
+        chosen = tensor[:: max(1, -(-tensor.numel() // MAX_ELEMENTS))].resolve_conj().resolve_neg().contiguous()
+    chosen = chosen.cpu() if chosen.is_cuda else chosen
+    return ctypes.string_at(chosen.data_ptr(), chosen.numel() * chosen.element_size())

@@ -1,0 +1,492 @@
+"""Takes the program's state at a boundary, and puts it back: between the engine, the capture and the vault.
+
+What is captured beside model, optimizer and generators: the tensors, arrays and generators in the program's frames,
+the arguments of the forward that begins, the loaders' notes, and the plain values for the certificate.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lmres.adapters.resume import clocks, frames, rng
+from lmres.adapters.resume.certificate import Difference, OwnStart, differences, summary, variable
+from lmres.adapters.resume.constants import Constants
+from lmres.adapters.resume.engine import Engine
+from lmres.adapters.resume.journal import Journal, JournalError, Mark, Replay
+from lmres.adapters.resume.pace import Pace
+from lmres.adapters.resume.patches.loaders import Loaders
+from lmres.adapters.resume.settings import Settings
+from lmres.errors import LmresError, ResumeError, StateError
+
+RESERVE_ROOM = 1.25
+RESERVE_EXTRA_BYTES = 256 * 1024
+RNG_NOTES = "states of the generators"
+WAYS_OUT = (
+    "Ways out: let the program read LMRES_RESUME_STEP and start its loop there (workers.resume: env); save and load its"
+    " own checkpoint; register what it keeps with lmres.session().add_state(name, object); or start anew with"
+    " workers.resume: none"
+)
+
+LIFE_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+    "LMRES_GENERATION",
+    "LMRES_RESUME_STEP",
+    "LMRES_NODE_ID",
+    "LMRES_STATE_DIR",
+    "LMRES_RESTART_CONTEXT",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Capture:
+    """One that is under way. ``blocked_s``: how long the program has stood still for it before the copy began."""
+
+    grant: Any
+    step: int
+    layout: Any
+    log_length: int
+    copy: Any
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Tells the agent; each call is one message."""
+
+    captured: Callable[[int, int, float], None]
+    restored: Callable[[int, str, int, float], None]
+    elsewhere: Callable[[int, int], None]
+    nonfinite: Callable[[int], None]
+    off: Callable[[str], None]
+    armed: Callable[[str, list[str]], None]
+
+
+class StateKeeper:
+    """The engine's ``Keeper``."""
+
+    def __init__(
+        self,
+        torch: Any,
+        engine: Engine,
+        settings: Settings,
+        vault: Any,
+        restored: Any,
+        loaders: Loaders,
+        report: Report,
+    ) -> None:
+        """``vault``: a ``WorkerVault``. ``restored``: what it has for this generation, None at the beginning."""
+        from lmres.adapters.capture import copy as copying
+        from lmres.adapters.capture.collect import Collector
+
+        self.states: dict[str, Any] = {}
+        """What the program has added, by name."""
+        self.capture_next = False
+        """Whatever the interval, the next boundary is captured."""
+        self._torch = torch
+        self._engine = engine
+        self._settings = settings
+        self._vault = vault
+        self._restored = restored
+        self._loaders = loaders
+        self._report = report
+        self._copier = copying.Copier()
+        self._collector = Collector()
+        self._pace = Pace(settings.interval_steps, settings.overhead_budget)
+        self._constants = Constants()
+        self._first_values: dict[str, Any] = {}
+        self._layout: Any = None
+        self._asked: tuple[int, int] | None = None
+        self._pending: _Capture | None = None
+        self._last_boundary: float | None = None
+        self._armed = False
+        self._initial_rng = rng.pack(rng.get_rng(torch))
+
+    # -- the beginning of a life --------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Before any code of the program's: its generators begin as in the first life. Raises StateError."""
+        engine, restored = self._engine, self._restored
+        if restored is None:
+            engine.journal = Journal(self._vault.log)
+            return
+        from lmres.adapters.capture import restore
+
+        try:
+            self._loaded = restore.read(restored.own, restored.shared)
+            self._then: Mapping[str, Any] = self._loaded.meta["extra"]
+            engine.replay = Replay(self._vault.log, restored.log_length)
+            notes = self._loaded.tensors[dict(self._loaded.meta["extra_tensors"])[RNG_NOTES]].numpy().tobytes()
+            size = int(self._then["initial_rng"])
+            self._initial_rng = notes[:size]
+            rng.set_rng(self._torch, rng.unpack(self._torch, self._initial_rng))
+            self._loaders.want(self._then["loaders"], notes[size:])
+        except (LmresError, JournalError, KeyError, TypeError, ValueError) as error:
+            raise StateError(f"the state of step {restored.step} can not be read: {error!r}") from error
+
+    def begun(self, mark: Mark | None) -> None:
+        held = self._walk()
+        self._constants.begin(held.tensors)
+        self._first_values = held.values
+
+    def fingerprint(self) -> int:
+        from lmres.adapters.capture.fingerprint import fingerprint
+
+        return int(fingerprint(tuple(self._engine.roots[:1])))
+
+    def step_of_optimizers(self) -> int | None:
+        steps = [
+            int(state["step"])
+            for optimizer in self._engine.optimizers
+            for state in optimizer.state.values()
+            if "step" in state
+        ]
+        return max(steps, default=None)
+
+    def go_on(self, step: int) -> None:
+        restored = self._restored
+        journal = self._engine.journal = Journal(self._vault.log, restored.log_length)
+        journal.void()
+        self._report.elsewhere(step, restored.step)
+
+    # -- taking -------------------------------------------------------------------------------------------------------
+
+    def at_boundary(self, step: int, arguments: tuple[Any, Any]) -> None:
+        now = time.perf_counter()
+        if self._last_boundary is not None:
+            self._pace.step_took(now - self._last_boundary)
+        self._last_boundary = now
+        if self._pace.is_due(step) or self.capture_next:
+            self.capture_next = False
+            self._guarded(lambda: self._capture(step, arguments))
+
+    def before_step(self) -> None:
+        if self._pending is not None:
+            self._guarded(self._seal)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A part of ours that fails ends the protection, not the training."""
+        self._engine.inside += 1
+        try:
+            work()
+        except Exception as error:
+            self._pending = None
+            self._engine.give_up(str(error) if isinstance(error, LmresError) else f"capturing failed: {error!r}")
+        finally:
+            self._engine.inside -= 1
+
+    def _capture(self, step: int, arguments: tuple[Any, Any]) -> None:
+        from lmres.adapters.capture.image import plan_layout
+
+        began = time.perf_counter()
+        if self._pending is not None:
+            self._seal()
+        grant = self._vault.poll_grant(step)
+        if grant is None and self._asked is not None:
+            return
+        snapshot = self._collector.collect(self._state(self._walk(), arguments))
+        layout = self._layout = plan_layout(snapshot, self._layout)
+        if not self._fits(layout):
+            if grant is not None:
+                self._vault.discard(grant)
+            own = int(layout.own_bytes * RESERVE_ROOM) + RESERVE_EXTRA_BYTES
+            self._asked = (layout.shared_bytes, own)
+            self._vault.reserve(shared_bytes=layout.shared_bytes, own_bytes=own)
+            return
+        if grant is None or len(grant.own) < layout.own_bytes or len(grant.shared) < layout.shared_bytes:
+            return
+        blocked_s = time.perf_counter() - began
+        journal = self._engine.journal
+        self._pending = _Capture(
+            grant=grant,
+            step=step,
+            layout=layout,
+            log_length=journal.length if journal is not None else 0,
+            copy=self._copier.start(snapshot, layout, shared=grant.shared, own=grant.own),
+            blocked_s=blocked_s,
+        )
+
+    def _fits(self, layout: Any) -> bool:
+        asked = self._asked
+        return asked is not None and layout.shared_bytes <= asked[0] and layout.own_bytes <= asked[1]
+
+    def _seal(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        copied = pending.copy.finish()
+        if copied.torn or not copied.finite:
+            self._vault.discard(pending.grant)
+            if not copied.finite:
+                self._report.nonfinite(pending.step)
+            return
+        blocking_ms = pending.blocked_s * 1000 + copied.blocking_ms
+        self._vault.seal(
+            pending.grant,
+            step=pending.step,
+            shared_length=pending.layout.shared_bytes,
+            own_length=pending.layout.own_bytes,
+            log_length=pending.log_length,
+            finite=copied.finite,
+            topology=self._settings.topology,
+            blocking_ms=blocking_ms,
+        )
+        self._pace.capture_took(blocking_ms / 1000)
+        if not self._armed:
+            self._armed = True
+            self._report.armed(_adapter(self._engine.roots), ["model", "optimizer", "rng", "loader", "program"])
+        self._report.captured(pending.step, pending.layout.total_bytes, blocking_ms)
+
+    # -- what belongs to it -------------------------------------------------------------------------------------------
+
+    def _walk(self) -> frames.Held:
+        return frames.walk(self._torch, self._known())
+
+    def _known(self) -> set[int]:
+        known: set[int] = set()
+        for root in self._engine.roots:
+            for module in root.modules():
+                known.update(id(p) for p in module._parameters.values())
+                known.update(id(b) for b in module._buffers.values())
+        for optimizer in self._engine.optimizers:
+            known.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        return known
+
+    def _state(self, held: frames.Held, arguments: tuple[Any, Any]) -> Any:
+        from lmres.adapters.capture.state import State
+
+        torch = self._torch
+        tensors = {path: t for path, t in held.tensors.items() if t not in self._constants}
+        tensors |= {path: torch.from_numpy(a) for path, a in held.arrays.items() if _is_usable(a)}
+        own = {id(t) for t in tensors.values()}
+        tensors |= {n: t for n, t in _arguments(torch, arguments).items() if id(t) not in own}
+        generators = {p: g for p, g in held.generators.items() if isinstance(g, torch.Generator)}
+        table, notes = self._loaders.notes()
+        settled = [p for p, v in self._first_values.items() if p in held.values and held.values[p] == v]
+        extra = {
+            "values": {path: _spell(value) for path, value in held.values.items()},
+            "settled": settled,
+            "tensors": {path: [list(t.shape), str(t.dtype)] for path, t in tensors.items()},
+            "generators": sorted(generators),
+            "python_generators": {
+                path: _generator_state(g) for path, g in held.generators.items() if path not in generators
+            },
+            "loaders": table,
+            "iterators": self._engine.iterators,
+            "initial_rng": len(self._initial_rng),
+            "life": _life(),
+        }
+        return State(
+            roots=tuple(self._engine.roots),
+            optimizers=tuple(self._engine.optimizers),
+            schedulers=tuple(self._engine.schedulers),
+            scalers=tuple(self._engine.scalers),
+            generators=tuple(generators[p] for p in sorted(generators)),
+            extra_tensors={
+                **{path: t.detach() for path, t in tensors.items()},
+                RNG_NOTES: torch.frombuffer(bytearray(self._initial_rng + notes), dtype=torch.uint8),
+            },
+            extra=extra,
+            states=dict(self.states),
+        )
+
+    # -- putting back -------------------------------------------------------------------------------------------------
+
+    def arrive(self, step: int, arguments: tuple[Any, Any], mark: Mark | None) -> None:
+        from lmres.adapters.capture import restore
+        from lmres.errors import CaptureError
+
+        began = time.perf_counter()
+        then, held = self._then, self._walk()
+        found = self._differences(held, mark) if not self._engine.jump else []
+        if found:
+            raise ResumeError(
+                f"step {step} was reached, but the program does not stand where it stood: {summary(found)}. {WAYS_OUT}"
+            )
+        try:
+            state = self._state_at_arrival(held, arguments)
+            restore.apply(state, self._only(state.extra_tensors))
+            for path, state in then["python_generators"].items():
+                if path in held.generators:
+                    _set_generator_state(held.generators[path], state)
+        except (CaptureError, KeyError, TypeError, ValueError) as error:
+            raise ResumeError(f"the state of step {step} can not be put in place: {error}. {WAYS_OUT}") from error
+        self._engine.iterators = int(then["iterators"])
+        self._engine.journal = Journal(self._vault.log, self._restored.log_length)
+        restored = self._restored
+        self._report.restored(step, restored.source, restored.bytes, (time.perf_counter() - began) * 1000)
+
+    def _state_at_arrival(self, held: frames.Held, arguments: tuple[Any, Any]) -> Any:
+        """The program's places for what was captured. Where there is none (only after a jump), it is left out."""
+        torch, then = self._torch, self._then
+        now = self._state(held, arguments)
+        places = dict(held.tensors)
+        places |= {path: torch.from_numpy(a) for path, a in held.arrays.items() if _is_usable(a)}
+        places |= _arguments(torch, arguments)
+        kept = {}
+        for path, (shape, dtype) in then["tensors"].items():
+            place = places.get(path)
+            if place is not None and list(place.shape) == shape and str(place.dtype) == dtype:
+                kept[path] = place.detach()
+        generators = {p: g for p, g in held.generators.items() if isinstance(g, torch.Generator)}
+        ordered = tuple(generators[p] for p in then["generators"] if p in generators)
+        return replace(now, extra_tensors=kept, generators=ordered)
+
+    def _only(self, names: Mapping[str, Any]) -> Any:
+        """What was captured, without the program's tensors that have no place now."""
+        loaded = self._loaded
+        tensors = [pair for pair in loaded.meta["extra_tensors"] if pair[0] in names]
+        return replace(loaded, meta={**loaded.meta, "extra_tensors": tensors})
+
+    def _differences(self, held: frames.Held, mark: Mark | None) -> list[Difference]:
+        then = self._then
+        values = {path: _unspell(value) for path, value in then["values"].items()}
+        variables = frozenset(variable(p) for kind in (held.values, held.tensors, held.arrays) for p in kind)
+        own_start = None
+        if mark is not None:
+            own_start = OwnStart(
+                settled_then=frozenset(then["settled"]), first_now=self._first_values, variables_now=variables
+            )
+        names: set[str] = set()
+        for file in held.files:
+            names |= _volatile_names(file)
+        found = differences(
+            values,
+            held.values,
+            volatile=frozenset(names),
+            life_then=then["life"],
+            life_now=_life(),
+            own_start=own_start,
+        )
+        places = {**held.tensors, **held.arrays}
+        for path, (shape, dtype) in then["tensors"].items():
+            place = places.get(path)
+            if path.startswith("argument ") or (place is not None and list(place.shape) == shape):
+                continue
+            if own_start is not None and variable(path) not in variables:
+                continue
+            now = f"of shape {list(place.shape)}" if place is not None else "(absent)"
+            found.append(Difference(path=path, then=f"a {dtype} tensor of shape {shape}", now=now))
+        return found
+
+    def close(self) -> None:
+        """In a process that ends: nothing more is taken."""
+        self._pending = None
+
+
+def _arguments(torch: Any, arguments: tuple[Any, Any]) -> dict[str, Any]:
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves(arguments)
+    return {f"argument {i}": leaf for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)}
+
+
+def _is_usable(array: Any) -> bool:
+    """Whether torch can share the array's memory."""
+    return bool(array.flags.writeable) and array.dtype.isnative and all(s >= 0 for s in array.strides)
+
+
+def _adapter(roots: list[Any]) -> str:
+    for root in roots:
+        for kind in type(root).__mro__:
+            if kind.__name__ == "DistributedDataParallel":
+                return "ddp"
+            if kind.__name__ == "FSDPModule":
+                return "fsdp2"
+    return "pytorch"
+
+
+def _life() -> dict[str, str]:
+    """What names this life of the program."""
+    life = {name: os.environ.get(name, "") for name in LIFE_VARIABLES}
+    return {**life, "pid": str(os.getpid()), "host": socket.gethostname()}
+
+
+def _volatile_names(file: str) -> frozenset[str]:
+    try:
+        with open(file, encoding="utf-8", errors="replace") as source:
+            return clocks.volatile_names(source.read())
+    except OSError:
+        return frozenset()
+
+
+def _spell(value: Any) -> Any:
+    """As JSON; floats exactly."""
+    if isinstance(value, float):
+        return {"f": value.hex()}
+    if isinstance(value, complex):
+        return {"c": [value.real.hex(), value.imag.hex()]}
+    if isinstance(value, tuple):
+        return {"t": list(value)}
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 53:
+        return {"i": hex(value)}
+    return value
+
+
+def _unspell(value: Any) -> Any:
+    match value:
+        case {"f": text}:
+            return float.fromhex(text)
+        case {"c": [real, imaginary]}:
+            return complex(float.fromhex(real), float.fromhex(imaginary))
+        case {"t": items}:
+            return tuple(items)
+        case {"i": text}:
+            return int(text, 16)
+        case _:
+            return value
+
+
+def _generator_state(generator: Any) -> Any:
+    """Python's and NumPy's own generators, as JSON."""
+    import random
+
+    if isinstance(generator, random.Random):
+        version, keys, gauss = generator.getstate()
+        return {"python": [version, list(keys), gauss]}
+    bits = getattr(generator, "bit_generator", None)
+    if bits is not None:
+        return {"numpy": _plain_bits(bits.state)}
+    return {"numpy_legacy": _plain_bits(generator.get_state(legacy=False))}
+
+
+def _plain_bits(state: Any) -> Any:
+    numpy = sys.modules["numpy"]
+    if isinstance(state, dict):
+        return {key: _plain_bits(value) for key, value in state.items()}
+    if isinstance(state, numpy.ndarray):
+        return {"array": [int(v) for v in state], "dtype": str(state.dtype)}
+    if isinstance(state, int) and not isinstance(state, bool):
+        return {"int": hex(state)}
+    return state.item() if hasattr(state, "item") else state
+
+
+def _unplain_bits(state: Any) -> Any:
+    numpy = sys.modules["numpy"]
+    match state:
+        case {"array": values, "dtype": dtype}:
+            return numpy.array(values, dtype=dtype)
+        case {"int": text}:
+            return int(text, 16)
+        case dict():
+            return {key: _unplain_bits(value) for key, value in state.items()}
+        case _:
+            return state
+
+
+def _set_generator_state(generator: Any, state: Mapping[str, Any]) -> None:
+    if "python" in state:
+        version, keys, gauss = state["python"]
+        generator.setstate((version, tuple(keys), gauss))
+    elif "numpy" in state:
+        generator.bit_generator.state = _unplain_bits(state["numpy"])
+    else:
+        generator.set_state(_unplain_bits(state["numpy_legacy"]))

@@ -1,0 +1,217 @@
+"""What the group has agreed on: this vault's seat at the hub, or the hub itself when this vault is it.
+
+Reports go to the hub, verdicts come back (``watermark``); both are complete each time, so that a lost connection costs
+time only. While the hub is out of reach nothing becomes safe, no slot is granted, and training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmres.errors import RecordError
+from lmres.gemini.edge.channel import Channel
+from lmres.gemini.edge.links import Link
+from lmres.gemini.edge.services import Services
+from lmres.gemini.inventory import Key
+from lmres.gemini.session import Assignment, Message, key_from_plain, keys_from_plain
+from lmres.gemini.watermark import Hub, Report, Verdict
+
+_MAX_EARLY = 4096
+
+
+class Seat:
+    """``on_verdict`` gets each verdict that says something new, and whether the gate moved."""
+
+    def __init__(self, services: Services, *, on_verdict: Callable[[Verdict, bool], None]) -> None:
+        self._services = services
+        self._on_verdict = on_verdict
+        self.verdict = Verdict()
+        self._generation = 0
+        self._hub: Hub | None = None
+        self._link: Link | None = None
+        self._listeners: dict[Channel, str] = {}
+        self._early: dict[str, tuple[int, Report, Channel]] = {}
+        self._reported: Report | None = None
+        self._spoken = -1
+
+    @property
+    def safe(self) -> Key | None:
+        return self.verdict.safe
+
+    @property
+    def connected(self) -> bool:
+        return self._hub is not None or (self._link is not None and self._link.up)
+
+    def assign(self, assignment: Assignment, safe: Key | None, *, new: bool) -> None:
+        options = self._services.options
+        is_hub = assignment.hub is None or assignment.hub.node_id == options.node_id
+        if new:
+            self._generation = assignment.generation
+            self.verdict = Verdict(number=-1, safe=safe)
+            self._reported, self._spoken = None, -1
+            self._hub = None
+            self._listeners.clear()
+        if is_hub:
+            self._leave()
+            members = frozenset(assignment.members) or frozenset({options.node_id})
+            if self._hub is None:
+                self._hub = Hub(
+                    members=members,
+                    safe=safe,
+                    durable_interval=options.durable_every,
+                    keep=options.durable_keep,
+                )
+            self._hub.members = members
+            self._take_early()
+        elif self._link is None or self._link.peer != assignment.hub:
+            self._leave()
+            assert assignment.hub is not None
+            self._link = Link(
+                self._services,
+                assignment.hub,
+                lambda: self._generation,
+                on_up=lambda _: self._say(),
+                on_down=lambda _: None,
+                on_message=self._hear_verdict,
+            )
+        else:
+            self._say()
+
+    def report(self, report: Report) -> None:
+        """Tells the hub, if there is anything new."""
+        if report != self._reported:
+            self._reported = report
+            self._say()
+
+    def hear_report(self, channel: Channel, node_id: str, message: Message) -> None:
+        """Another vault tells this one, the hub, what it has. Raises RecordError."""
+        report = _report_from_plain(node_id, message["what"])
+        generation = message["generation"]
+        if generation == self._generation and self._hub is not None:
+            fresh = channel not in self._listeners
+            self._listeners[channel] = node_id
+            self._judge(self._hub.report(report), to=channel if fresh else None)
+        elif generation >= self._generation and len(self._early) < _MAX_EARLY:
+            self._early[node_id] = (generation, report, channel)
+
+    def forget(self, channel: Channel) -> None:
+        self._listeners.pop(channel, None)
+
+    def close(self) -> None:
+        self._leave()
+
+    # -- inside
+
+    def _leave(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _take_early(self) -> None:
+        early, self._early = self._early, {}
+        assert self._hub is not None
+        for node_id, (generation, report, channel) in early.items():
+            if generation == self._generation and not channel.closed:
+                self._listeners[channel] = node_id
+                self._judge(self._hub.report(report), to=channel)
+            elif generation > self._generation:
+                self._early[node_id] = (generation, report, channel)
+
+    def _say(self) -> None:
+        report = self._reported
+        if report is None:
+            return
+        if self._hub is not None:
+            self._judge(self._hub.report(report))
+        elif self._link is not None:
+            what = {
+                "whole": sorted(report.whole),
+                "seen": sorted(report.seen),
+                "floor": report.floor,
+                "durable": sorted(report.durable),
+            }
+            self._link.send({"op": "tell", "generation": self._generation, "what": what})
+
+    def _judge(self, verdict: Verdict, to: Channel | None = None) -> None:
+        """Says a verdict to everybody if it is news, else only ``to`` whom it is."""
+        message = {"op": "verdict", "generation": self._generation, "what": _verdict_to_plain(verdict)}
+        if verdict.number == self._spoken:
+            if to is not None:
+                to.send(message)
+            return
+        self._spoken = verdict.number
+        for channel in list(self._listeners):
+            channel.send(message)
+        self._take(verdict)
+
+    def _hear_verdict(self, message: Message) -> None:
+        if message["op"] != "verdict" or message["generation"] != self._generation:
+            return
+        try:
+            verdict = _verdict_from_plain(message["what"])
+        except RecordError as error:
+            self._services.log(f"a verdict of the hub is not understood: {error}")
+            return
+        self._take(verdict)
+
+    def _take(self, verdict: Verdict) -> None:
+        if verdict.number <= self.verdict.number:
+            return
+        moved = verdict.gate != self.verdict.gate
+        self.verdict = verdict
+        self._on_verdict(verdict, moved)
+
+
+def whole_keys(by_rank: Sequence[tuple[int, dict[Key, bool]]]) -> tuple[frozenset[Key], frozenset[Key], int]:
+    """What a vault has whole, what it has seen, and its floor (``watermark.Report``).
+
+    ``by_rank``: for each local rank the last step it sealed and its keys of this generation, True where every copy that
+    is wanted exists, False where that is still awaited.
+    """
+    seen = frozenset(key for _, keys in by_rank for key in keys)
+    whole = frozenset(key for key in seen if all(keys.get(key, False) for _, keys in by_rank))
+    newest = max((last for last, _ in by_rank), default=-1)
+    open_steps = [key.step for key in seen - whole if all(key in keys or last < key.step for last, keys in by_rank)]
+    return whole, seen, min([*open_steps, newest + 1]) - 1
+
+
+def _report_from_plain(node_id: str, what: dict[str, Any]) -> Report:
+    return Report(
+        node_id=node_id,
+        whole=frozenset(keys_from_plain(what.get("whole"))),
+        seen=frozenset(keys_from_plain(what.get("seen"))),
+        floor=_whole_number(what, "floor"),
+        durable=frozenset(keys_from_plain(what.get("durable"))),
+    )
+
+
+def _verdict_to_plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "number": verdict.number,
+        "safe": verdict.safe,
+        "dead": verdict.dead,
+        "dead_up_to": verdict.dead_up_to,
+        "gate": verdict.gate,
+        "persist": verdict.persist,
+        "delete": verdict.delete,
+    }
+
+
+def _verdict_from_plain(what: dict[str, Any]) -> Verdict:
+    return Verdict(
+        number=_whole_number(what, "number"),
+        safe=key_from_plain(what.get("safe")),
+        dead=keys_from_plain(what.get("dead")),
+        dead_up_to=_whole_number(what, "dead_up_to"),
+        gate=_whole_number(what, "gate"),
+        persist=keys_from_plain(what.get("persist")),
+        delete=keys_from_plain(what.get("delete")),
+    )
+
+
+def _whole_number(what: dict[str, Any], name: str) -> int:
+    found = what.get(name)
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise RecordError(f"{name}: expected a whole number, found {found!r:.80}")
+    return found

@@ -1,0 +1,91 @@
+"""Who is missing from a group, and who takes over: slots that can not, or should not, be kept by their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lmres.policy import Recovery
+from lmres.rendezvous import blame
+from lmres.rendezvous.plan import ActiveNode, Plan, Strike
+from lmres.rendezvous.state import Member, View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vacancy:
+    """A slot that its node can not (hard), or should not (soft), keep."""
+
+    node: ActiveNode
+    reason: str
+    hard: bool
+    quarantine: bool = False
+    dismissed: bool = False
+    since_revision: int = 0
+
+
+def missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[Vacancy]:
+    """Slots whose node has gone, is unfit, or is to be drained."""
+    unfit = {w.cause.node_id: w.cause for w in witnesses if not w.fit}
+    found = []
+    for node in head.active:
+        hold = view.hold(node.node_id)
+        lost = blame.gone_witness(view, node)
+        if lost is not None:
+            found.append(
+                Vacancy(
+                    node=node,
+                    reason=f"{node.node_id} is gone ({lost.cause.detail})",
+                    hard=True,
+                    since_revision=lost.revision,
+                )
+            )
+        elif node.node_id in unfit:
+            reason = f"{node.node_id} is unfit ({unfit[node.node_id].detail})"
+            found.append(Vacancy(node=node, reason=reason, hard=True, quarantine=True))
+        elif hold is not None and hold.kind == "drain":
+            reason = f"{node.node_id} is drained by the operator ({hold.reason})"
+            found.append(Vacancy(node=node, reason=reason, hard=False, quarantine=True))
+    return found
+
+
+def struck(
+    view: View,
+    head: Plan,
+    charged: ActiveNode | None,
+    strikes: tuple[Strike, ...],
+    run_ms: int,
+    policy: Recovery,
+) -> list[Vacancy]:
+    """The charged node leaves if torch's budget there is spent, or if it has struck too often."""
+    if charged is None:
+        return []
+    ready = view.ready(head.generation).get(charged.node_id)
+    if ready is not None and ready.restarts_left == 0:
+        reason = f"{charged.node_id} has no restarts left (--max-restarts)"
+        return [Vacancy(node=charged, reason=reason, hard=True, dismissed=True)]
+    count = sum(s.node_id == charged.node_id for s in strikes)
+    if count >= policy.node_strikes:
+        reason = f"{charged.node_id} has had {count} process faults (recovery.node_strikes is {policy.node_strikes})"
+        return [Vacancy(node=charged, reason=reason, hard=False, quarantine=True)]
+    return []
+
+
+def candidates(view: View, silent: Collection[str]) -> list[Member]:
+    """Standbys, those heard from lately first, then in the order of registration."""
+    return sorted(view.standbys(), key=lambda m: m.node_id in silent)
+
+
+def pick(view: View, pool: list[Member], vacancy: Vacancy, head: Plan) -> Member | None:
+    """The returning node itself if it is there, else the first candidate whose name holds no other slot.
+
+    What took the old node along may have hurt its failure domain, so candidates of other domains come first.
+    """
+    taken = {n.node_id for n in head.active if n.slot != vacancy.node.slot}
+    usable = [m for m in pool if m.node_id not in taken]
+    for member in usable:
+        if member.node_id == vacancy.node.node_id and not vacancy.quarantine:
+            return member
+    usable = [m for m in usable if not (m.node_id == vacancy.node.node_id and vacancy.quarantine)]
+    previous = view.member(vacancy.node.node_id)
+    domain = previous.failure_domain if previous is not None else None
+    return min(usable, key=lambda m: m.failure_domain == domain, default=None)

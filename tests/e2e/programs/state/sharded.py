@@ -1,0 +1,44 @@
+"""FSDP2 (``fsdp2``) or HSDP (``hsdp``, two replicas) with mixed precision, AdamW and a warm-up."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import CLASSES, FEATURES, finish, pace
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+if sys.argv[1] == "fsdp2":
+    mesh = init_device_mesh("cpu", (world,))
+else:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+torch.manual_seed(1)
+# 7 rows over the ranks: shards of different sizes.
+model = nn.Sequential(nn.Linear(FEATURES, 7), nn.GELU(), nn.Linear(7, 30), nn.Dropout(0.1), nn.Linear(30, CLASSES))
+precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for layer in model:
+    if isinstance(layer, nn.Linear):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+fully_shard(model, mesh=mesh, mp_policy=precision)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+torch.manual_seed(100 + rank)
+norm = 0.0
+for step in range(1, 21):
+    x, y = torch.randn(8, FEATURES), torch.randint(CLASSES, (8,))
+    loss = F.cross_entropy(model(x).float(), y)
+    loss.backward()
+    found = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm += float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    pace(step)
+dist.barrier()
+local = nn.ParameterList([nn.Parameter(p.to_local(), requires_grad=False) for p in model.parameters()])
+finish(local, torch.optim.SGD([torch.zeros(1)]), step, norm, schedule.get_last_lr())
+dist.destroy_process_group()

@@ -1,0 +1,346 @@
+"""The state in memory: unchanged programs are killed and end bitwise as if nothing had happened.
+
+Every program here knows nothing of lmres; its last words are a digest of all that it holds. The digest of a run without
+failures comes from plain torchrun, once for each program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.cluster import TORCHRUN, Cluster, Node, cluster, free_port, wait_until
+
+pytestmark = pytest.mark.e2e
+
+PROGRAMS = Path(__file__).parent / "programs" / "state"
+SEEDS = int(os.environ.get("LMRES_STATE_SEEDS", "2"))
+STEP_S = "0.08"
+
+
+@cache
+def clean_end(program: tuple[str, ...], ranks: int) -> dict[int, str]:
+    """The last words of each rank in a run of plain torchrun without failures."""
+    with TemporaryDirectory() as folder:
+        command = [*TORCHRUN, f"--nproc-per-node={ranks}", f"--master-port={free_port()}", *command_of(program, folder)]
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "FINAL_DIR": folder,
+            "LMRES_GENERATION": "1",
+            "LMRES_RESUME_STEP": "0",
+        }
+        # gloo's own teardown may abort a process that has said all there is to say.
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        found = ends(Path(folder))
+        assert len(found) == ranks, f"plain torchrun: {done.stderr[-3000:]}"
+        return found
+
+
+def command_of(program: tuple[str, ...], folder: str) -> list[str]:
+    """``FOLDER`` in the arguments is a place to write."""
+    name, *arguments = program
+    return [str(PROGRAMS / name), *(a.replace("FOLDER", folder) for a in arguments)]
+
+
+def ends(folder: Path) -> dict[int, str]:
+    return {int(f.name.removeprefix("final-")): f.read_text() for f in folder.glob("final-*")}
+
+
+class Run:
+    """One program under a cluster."""
+
+    def __init__(self, made: Cluster, program: tuple[str, ...], folder: Path) -> None:
+        self.cluster = made
+        self.program = program
+        self.folder = folder
+
+    @property
+    def ranks(self) -> int:
+        return int(self.cluster.nnodes.split(":")[0]) * self.cluster.nproc
+
+    def steps(self) -> int:
+        """The highest step that any rank has printed."""
+        words = [line.split() for node in self.cluster.nodes.values() for line in node.log.splitlines()]
+        return max(
+            (int(w[3]) for w in words if len(w) == 4 and w[0] == "rank" and w[2] == "step" and w[3].isdigit()),
+            default=0,
+        )
+
+    def wait_steps(self, more: int) -> int:
+        base = self.steps()
+
+        def came() -> bool:
+            ended = [n.process.poll() for n in self.cluster.nodes.values()]
+            assert not any(code not in (None, -9) for code in ended), f"an agent ended: {ended}\n{self.logs()}"
+            return self.steps() >= base + more
+
+        wait_until(f"{more} more steps than {base}", came)
+        return self.steps()
+
+    def generation(self) -> int:
+        return max(e["generation"] for e in self.cluster.all_events("generation_started"))
+
+    def active(self) -> list[Node]:
+        generation = self.generation()
+        return [
+            n
+            for n in self.cluster.nodes.values()
+            if n.process.poll() is None and n.events("generation_started", generation=generation)
+        ]
+
+    def kill_worker(self, chance: random.Random) -> None:
+        node = chance.choice(self.active())
+        os.kill(chance.choice(node.worker_pids(self.generation())), signal.SIGKILL)
+
+    def wait_generation(self, generation: int) -> None:
+        wait_until(f"generation {generation}", lambda: self.generation() >= generation)
+
+    def assert_bitwise(self) -> None:
+        """All agents end well, and the digests are those of the clean run."""
+        codes = {name: node.wait_exit() for name, node in self.cluster.nodes.items()}
+        assert set(codes.values()) <= {0, -signal.SIGKILL}, f"{codes}\n{self.logs()}"
+        assert ends(self.folder) == clean_end(self.program, self.ranks), self.logs()
+
+    def assert_lost_at_most(self, steps: int) -> None:
+        """Between what a generation had come to and where the next one goes on."""
+        plans = {e["to_generation"]: e for e in self.cluster.all_events("plan_committed")}
+        for generation, plan in plans.items():
+            captured = [e["step"] for e in self.cluster.all_events("training_resumed", generation=generation)]
+            assert all(step == plan["recovery_step"] + 1 for step in captured)
+        for generation in sorted(plans)[1:]:
+            done = plans[generation]["reason"]
+            words = done.split(" after step ")
+            if len(words) > 1:
+                reached = int(words[1].split()[0].rstrip(";:,"))
+                assert reached - plans[generation]["recovery_step"] <= steps, done
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {name}:\n{node.log[-2500:]}" for name, node in self.cluster.nodes.items())
+
+
+@contextlib.contextmanager
+def running(folder: Path, *program: str, **settings: Any) -> Iterator[Run]:
+    final = folder / "final"
+    final.mkdir(parents=True)
+    env = {"STEP_S": STEP_S, "FINAL_DIR": str(final), **settings.pop("env", {})}
+    with cluster(folder / "run", program=command_of(program, str(folder)), env=env, **settings) as made:
+        yield Run(made, program, final)
+
+
+# -- bitwise ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_worker_then_a_node_killed_at_random(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    with running(tmp_path, "epochs.py") as run:
+        run.cluster.form("a", "b", "s")
+        run.wait_steps(chance.randint(3, 6))
+        run.kill_worker(chance)
+        run.wait_generation(2)
+        run.wait_steps(chance.randint(2, 5))
+        chance.choice(run.active()).kill_node()
+        run.assert_bitwise()
+        run.assert_lost_at_most(2)
+        restored = run.cluster.all_events("checkpoint_restored")
+        assert {e["generation"] for e in restored} == {2, 3}
+        assert {e["source"] for e in restored if e["generation"] == 2} == {"local"}
+        assert run.cluster.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("program", "nproc"),
+    [
+        (("epochs.py", "--workers", "2"), 1),
+        (("cycle.py",), 1),
+        (("env_step.py",), 1),
+        (("averages.py",), 1),
+        (("sharded.py", "fsdp2"), 1),
+        (("sharded.py", "hsdp"), 2),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_other_programs_come_back_too(tmp_path: Path, program: tuple[str, ...], nproc: int) -> None:
+    chance = random.Random(str(program))
+    with running(tmp_path, *program, nproc=nproc) as run:
+        run.cluster.form("a", "b", "s")
+        run.wait_steps(chance.randint(4, 7))
+        run.kill_worker(chance)
+        run.wait_generation(2)
+        run.wait_steps(chance.randint(2, 4))
+        chance.choice(run.active()).kill_node()
+        run.assert_bitwise()
+        run.assert_lost_at_most(2)
+
+
+@pytest.mark.parametrize("after", [6, 14, 19])
+def test_a_program_with_checkpoints_of_its_own(tmp_path: Path, after: int) -> None:
+    chance = random.Random(after)
+    with running(tmp_path, "own_checkpoint.py", "FOLDER", env={"STEP_S": "0.05"}) as run:
+        run.cluster.form("a", "b", "s")
+        run.wait_steps(after)
+        run.kill_worker(chance)
+        run.assert_bitwise()
+        saves = (tmp_path / "saves.txt").read_text().split()
+        assert saves == sorted(set(saves)) == ["10", "20", "30"], (
+            "a save is made once, and none of them on the way back"
+        )
+
+
+def test_three_ranks_come_back_bitwise(tmp_path: Path) -> None:
+    """Sums of three depend on their order, and DDP's buckets set it."""
+    with running(tmp_path, "cycle.py", nnodes="3:3") as run:
+        run.cluster.form("a", "b", "c")
+        run.wait_steps(5)
+        run.kill_worker(random.Random(3))
+        run.assert_bitwise()
+
+
+def test_a_state_that_the_program_prints_is_printed_once(tmp_path: Path) -> None:
+    with running(tmp_path, "epochs.py", nnodes="2:2") as run:
+        run.cluster.form("a", "b")
+        run.wait_steps(8)
+        run.kill_worker(random.Random(1))
+        run.assert_bitwise()
+        log = run.cluster.nodes["a"].log
+        printed = [int(line.split()[3]) for line in log.splitlines() if line.startswith("rank 0 step ")]
+        assert len(printed) - len(set(printed)) <= 2, printed
+        assert log.count("lmres: going back to step") == 1
+        assert "steps passed over in" in log
+
+
+# -- what is lost -----------------------------------------------------------------------------------------------------
+
+
+def test_both_nodes_lost_the_files_are_used(tmp_path: Path) -> None:
+    policy = f"checkpoint: {{durable: {{directory: {tmp_path / 'files'}, interval_steps: 4, keep: 2}}}}\n"
+    with running(tmp_path, "epochs.py", nnodes="2:4", policy=policy) as run:
+        run.cluster.form("a", "b", "s", "t")
+        run.wait_steps(9)
+        for node in run.active():
+            node.kill_node()
+        run.assert_bitwise()
+        plan = run.cluster.all_events("plan_committed", to_generation=2)[-1]
+        assert plan["recovery_step"] in (4, 8) and set(plan["recovery_source"].values()) == {"durable"}
+        steps = sorted(p.name for p in (tmp_path / "files").rglob("step-*"))
+        assert len(steps) <= 2, steps
+
+
+def test_a_new_run_with_the_same_id_goes_on_from_the_files(tmp_path: Path) -> None:
+    policy = f"checkpoint: {{durable: {{directory: {tmp_path / 'files'}, interval_steps: 5, keep: 2}}}}\n"
+    with running(tmp_path, "epochs.py", nnodes="2:2", policy=policy, run_id="again") as run:
+        run.cluster.form("a", "b")
+        run.wait_steps(12)
+        for node in run.active():
+            node.kill_node()
+    (tmp_path / "second").mkdir()
+    with running(tmp_path / "second", "epochs.py", nnodes="2:2", policy=policy, run_id="again") as run:
+        run.cluster.form("a", "b")
+        run.assert_bitwise()
+        assert run.cluster.all_events("plan_committed", to_generation=1)[0]["recovery_step"] in (5, 10)
+
+
+def test_both_nodes_lost_without_files_is_an_honest_end(tmp_path: Path) -> None:
+    with running(tmp_path, "epochs.py", nnodes="2:4", policy="checkpoint: {replicas: 2}\n") as run:
+        run.cluster.form("a", "b", "s", "t")
+        run.wait_steps(6)
+        for node in run.active():
+            node.kill_node()
+        codes = [run.cluster.nodes[name].wait_exit() for name in ("s", "t")]
+        assert codes == [1, 1], run.logs()
+        reason = run.cluster.all_events("plan_committed", action="stop")[0]["reason"]
+        assert "durable.directory" in reason and "step" in reason
+        assert ends(run.folder) == {}
+
+
+def test_files_of_another_topology_are_refused(tmp_path: Path) -> None:
+    policy = f"checkpoint: {{durable: {{directory: {tmp_path / 'files'}, interval_steps: 3, keep: 2}}}}\n"
+    with running(tmp_path, "cycle.py", nnodes="2:2", policy=policy, run_id="shape") as run:
+        run.cluster.form("a", "b")
+        run.wait_steps(8)
+        for node in run.active():
+            node.kill_node()
+    (tmp_path / "second").mkdir()
+    with running(tmp_path / "second", "cycle.py", nnodes="1:1", policy=policy, run_id="shape") as run:
+        node = run.cluster.start("a")
+        assert node.wait_exit() == 64
+        assert "2 ranks as 2 nodes of 1" in node.log and "1 ranks as 1 nodes of 1" in node.log
+
+
+# -- never wrongly ----------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_goes_another_way_is_stopped(tmp_path: Path) -> None:
+    with running(tmp_path, "other_way.py", nnodes="2:2") as run:
+        run.cluster.form("a", "b")
+        run.wait_steps(6)
+        run.kill_worker(random.Random(0))
+        assert {n.wait_exit() for n in run.cluster.nodes.values()} == {1}, run.logs()
+        log = run.cluster.nodes["a"].log
+        assert "weight was 0.5, is 1.0" in log, log[-3000:]
+        assert "LMRES_RESUME_STEP" in log, "the ways out are named"
+        assert run.generation() == 2, "it is not tried again"
+        assert ends(run.folder) == {}
+
+
+def test_a_state_that_turns_to_nan_is_not_used_again(tmp_path: Path) -> None:
+    with running(tmp_path, "nan_once.py", "FOLDER", nnodes="2:2") as run:
+        run.cluster.form("a", "b")
+        run.wait_steps(6)
+        run.kill_worker(random.Random(0))
+        run.assert_bitwise()
+        plans = {e["to_generation"]: e for e in run.cluster.all_events("plan_committed")}
+        assert plans[3]["recovery_step"] < plans[2]["recovery_step"] + 2
+        assert (plans[3]["recovery_step"]) != plans[2]["recovery_step"], plans[3]["reason"]
+
+
+# -- protection never harms -------------------------------------------------------------------------------------------
+
+
+def test_no_memory_for_the_state_is_said_and_training_goes_on(tmp_path: Path) -> None:
+    policy = "checkpoint: {memory_limit_fraction: 0.000001}\n"
+    with running(tmp_path, "cycle.py", nnodes="2:2", policy=policy) as run:
+        run.cluster.form("a", "b")
+        run.assert_bitwise()
+        told = run.cluster.all_events("protection_off", adapter="vault")
+        assert told and any("bytes" in e["reason"] or "MiB" in e["reason"] for e in told), told
+
+
+def test_a_killed_vault_costs_the_protection_until_the_next_generation(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    with running(tmp_path, "epochs.py", nnodes="2:2") as run:
+        nodes = run.cluster.form("a", "b")
+        run.wait_steps(4)
+        for vault in vaults_of(nodes[0]):
+            vault.kill()
+        nodes[0].wait_event("protection_off", adapter="vault")
+        before = run.wait_steps(3)
+        run.kill_worker(chance)
+        run.wait_generation(2)
+        run.assert_bitwise()
+        plan = run.cluster.all_events("plan_committed", to_generation=2)[-1]
+        assert 0 < plan["recovery_step"] <= before, "the other vault has it"
+        assert run.cluster.all_events("protection_armed", generation=2, node_id="a")
+
+
+def vaults_of(node: Node) -> list[psutil.Process]:
+    """The vault is in a session of its own; its state folder tells whose it is."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if "vault_main" in words and str(node.folder) in words:
+            found.append(process)
+    assert found, f"no vault of {node.name}"
+    return found

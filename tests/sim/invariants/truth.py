@@ -1,0 +1,26 @@
+"""What invariants about states ask: who has told the deciding agent, and which vaults those nodes have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmres.rendezvous.resume import told as fresh
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process
+    from tests.sim.states import Vault
+    from tests.sim.world import World
+
+
+def told(deciding: Process) -> list[str]:
+    """Nodes whose holdings the newest plan was made from: its writer waits for the answer, with the view it had."""
+    view = deciding.agent.view
+    head = view.head()
+    return [h.node_id for h in fresh(view, head.generation if head is not None else 0)]
+
+
+def vaults_of(world: World, nodes: list[str]) -> list[Vault]:
+    """Of the agents that hold these names."""
+    view_of = {p.node_id: p for p in world.living() if p.agent.ledger.registered}
+    found = [world.states.vaults.get((view_of[n].host.name, n)) for n in nodes if n in view_of]
+    return [v for v in found if v is not None and v.alive]
