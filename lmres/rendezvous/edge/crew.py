@@ -86,6 +86,7 @@ class Crew:
         self.faults: tuple[Evidence, ...] = ()
         self.banned: tuple[Banned, ...] = ()
         self._restored: tuple[int, int] | None = None
+        self._origin = 0
         self._expected = 0
         self._statuses: dict[int, int] = {}
         self._attached: set[int] = set()
@@ -113,10 +114,10 @@ class Crew:
     # -- a generation -------------------------------------------------------------------------------------------------
 
     def begin(
-        self, generation: int, expected: int, env: Mapping[str, str], *, restored: tuple[int, int] | None = None
+        self, generation: int, expected: int, env: Mapping[str, str], *, restored: tuple[int, int] | None = None, origin: int = 0
     ) -> None:
         """The next ``expected`` workers that torch starts belong to ``generation``. ``restored``: step and origin of
-        the state that they go on from, None at step 0."""
+        the state that they go on from, None at step 0; ``origin``: of the states that they capture."""
         with self._lock:
             for worker in self.monitor.workers():
                 self._guardian.unregister(worker.pid)
@@ -127,7 +128,7 @@ class Crew:
             self._cleaned = set()
             # Last: whoever sees the new number must not see what belonged to the old one.
             self._expected = expected
-            self._restored = restored
+            self._restored, self._origin = restored, origin
             self.generation = generation
         self.monitor.set_generation(generation, env)
 
@@ -258,22 +259,26 @@ class Crew:
         self._on_note(worker, message)
 
     def _ban_unreadable(self, message: dict[str, Any]) -> None:
-        if message.get("type") == "lmres.errors.StateError":
-            self._ban(f"it could not be read: {str(message.get('message', ''))[:500]}")
+        restored = self._restored
+        if restored is not None and message.get("type") == "lmres.errors.StateError":
+            self._ban([restored], f"it could not be read: {str(message.get('message', ''))[:500]}")
 
     def _ban_nonfinite(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        """The state that was restored is taken for the reason, and what was captured since comes from it."""
         step, restored = message.get("step"), self._restored
-        if isinstance(step, int) and restored is not None and step - restored[0] <= SUSPECT_STEPS:
-            self._ban(f"parameters of rank {worker.place.rank} were not finite at step {step}, soon after it")
+        if isinstance(step, int) and restored is not None and 0 < step - restored[0] <= SUSPECT_STEPS:
+            since = [(s, self._origin) for s in range(restored[0] + 1, step + 1)]
+            reason = f"parameters of rank {worker.place.rank} were not finite at step {step}, soon after a restore"
+            self._ban([restored, *since], reason)
 
-    def _ban(self, reason: str) -> None:
+    def _ban(self, keys: list[tuple[int, int]], reason: str) -> None:
         with self._lock:
-            if self._restored is None or any((b.step, b.origin) == self._restored for b in self.banned):
-                return
-            step, origin = self._restored
-            self.banned = (*self.banned, Banned(step=step, origin=origin, reason=reason))
-        log.warning("the state of step %d is not used again: %s", step, reason)
-        self._on_change()
+            known = {(b.step, b.origin) for b in self.banned}
+            new = tuple(Banned(step=s, origin=o, reason=reason) for s, o in keys if (s, o) not in known)
+            self.banned = (*self.banned, *new)
+        if new:
+            log.warning("the state of step %d and what came of it are not used again: %s", keys[0][0], reason)
+            self._on_change()
 
     def _exception(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         type_name = str(message.get("type", "unknown")).removeprefix("builtins.")[:300]

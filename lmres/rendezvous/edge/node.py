@@ -341,7 +341,7 @@ class Node:
         self._narrator.formed(group.generation)
         plan = outcome.plan
         restored = (plan.recovery_step, plan.recovery_origin) if plan.recovery_step else None
-        self._crew.begin(group.generation, self._local_world_size, env, restored=restored)
+        self._crew.begin(group.generation, self._local_world_size, env, restored=restored, origin=plan.origin)
         self._waiting = False
 
     def _worker_env(self, plan: Plan, group: Group) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 The phases follow each other: from the failure to its notice (detect), to the committed plan (decide), to the end of the
 old workers (stop), to the formed group (rendezvous), to the start of the new workers (start), to the state put back in
-place (restore; None where none was), to their first completed optimizer step (first_step). A phase that can not be seen here (no bootstrap in the workers, say) is None; the total
-then ends with the start of the workers.
+place (restore; None where none was), to their first completed optimizer step (first_step). A phase that can not be seen
+here (no bootstrap in the workers, say) is None; the total then ends with the start of the workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``while step < max_steps`` over ``itertools.cycle(loader)``, with a momentum optimizer and weights averaged by hand."""
+"""``while step < max_steps`` over ``itertools.cycle(loader)``, momentum, weights averaged by hand."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The first life that is resumed has not-a-number in its parameters two steps later, and notices."""
+"""The first life that is resumed has not-a-number in its parameters four steps later, and notices."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ for step in range(start + 1, 31):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if spoil and step == start + 2:
+    if spoil and step == start + 4:
         with open(marker, "w") as file:
             file.write(str(step))
         with torch.no_grad():
