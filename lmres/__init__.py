@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # of ours: every worker imports this, and typing costs more than all the rest
 if TYPE_CHECKING:
     from lmres.adapters.session import Session
 

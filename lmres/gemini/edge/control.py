@@ -40,6 +40,11 @@ class ControlPort:
         listener.setblocking(False)
         services.loop.watch(listener, self._accept, selectors.EVENT_READ)
 
+    @property
+    def visited(self) -> bool:
+        """Whether a vault that has an agent is connected: one without speaks to nobody (``VaultCore.part``)."""
+        return any(self._names.values())
+
     def close(self) -> None:
         self._services.loop.unwatch(self._listener)
         self._listener.close()

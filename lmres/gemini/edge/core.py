@@ -422,6 +422,12 @@ class VaultCore:
             "durable": self.persister.status(),
         }
 
+    def part(self) -> None:
+        """There is no agent, and so nothing to capture: what is held is kept for those who come for it."""
+        self.frozen = True
+        self.seat.part()
+        self.replicator.part()
+
     def close(self) -> None:
         """Everything ends here; memory goes with the process."""
         self.persister.stop()

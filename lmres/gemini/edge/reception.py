@@ -37,10 +37,9 @@ class Reception:
             self._agent.send({"op": "event", "kind": kind, "generation": self._core.generation, **fields})
 
     @property
-    def abandoned(self) -> bool:
-        """No agent for longer than allowed."""
-        away_s = self._services.loop.attended_s - self._without_agent_since_s
-        return self._agent is None and away_s > self._services.options.linger_s
+    def away_s(self) -> float:
+        """For how long there has been no agent; 0 while there is one."""
+        return 0.0 if self._agent is not None else self._services.loop.attended_s - self._without_agent_since_s
 
     def _hello(self, channel: Channel, message: Message, sock_peer: tuple[int, int]) -> None:
         pid, uid = sock_peer

@@ -116,6 +116,12 @@ class Replicator:
             },
         }
 
+    def part(self) -> None:
+        """No peer is spoken to, until the next assignment."""
+        for holder in self._holders.values():
+            holder.link.close()
+        self._holders.clear()
+
     def close(self) -> None:
         self._closed = True
         for holder in self._holders.values():

@@ -98,6 +98,12 @@ class Seat:
     def forget(self, channel: Channel) -> None:
         self._listeners.pop(channel, None)
 
+    def part(self) -> None:
+        """This vault has no agent any more: it reports nothing and decides nothing, until it is assigned anew."""
+        self._leave()
+        self._hub = None
+        self._listeners.clear()
+
     def close(self) -> None:
         self._leave()
 

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. It ends when its agent says so, or when there was no agent for ``linger_s``; never because a worker or its parent
-   dies. Signals that end a terminal's or a job's processes are ignored: the agent gets them too. SIGKILL always works.
+1. It ends when its agent says so, or when there was no agent for ``linger_s`` (for a moment, if no other vault of the
+   run with an agent is there: then the run is over); never because a worker or its parent dies. Signals that end a terminal's or a job's processes are ignored: the agent gets them too. SIGKILL always works.
 2. It has a session and descriptors of its own, and no code of the training program in it.
 3. Time is counted in what the loop really attended: a process that was stopped does not hold that against others.
 
@@ -37,6 +37,8 @@ from lmres.gemini.edge.services import Options, Services
 _MAX_LOG_BYTES = 1 << 20
 _MAX_LOG_LINE = 500
 _LOOK_S = 0.5
+_PART_S = 2.0
+_ALONE_S = 4.0
 _SWITCH_S = 0.0005
 _WRITER_S = 1.0  # for what is half written to be removed
 _WANTED_FILES = 16384
@@ -81,8 +83,11 @@ def serve(options: Options, private: socket.socket, path: Path) -> None:
     loop.watch(private, partial(_accept, private, reception, services))
 
     def look() -> None:
-        if reception.abandoned:
-            log(f"no agent for {options.linger_s:g} s: the vault ends")
+        away_s = reception.away_s
+        if away_s > _PART_S:
+            core.part()
+        if away_s > services.options.linger_s or (away_s > _ALONE_S and not port.visited):
+            log(f"no agent for {away_s:.1f} s: the vault ends")
             loop.stop()
         loop.after(_LOOK_S, look)
 
