@@ -83,7 +83,7 @@ class CaptureError(LmresError):
     """The training state can not be captured, or does not fit this program: protection goes off, training goes on."""
 
 
-class StateError(LmresError):
+class StateError(VaultError):
     """The state of a step can not be had whole on this host: an older one, or another source, is taken."""
 
 

@@ -63,6 +63,9 @@ class Keys:
     def gone(self, node_id: str) -> str:
         return f"{self.reg}gone/{node_id}"
 
+    def parted(self, node_id: str, by: str) -> str:
+        return f"{self.reg}parted/{node_id}/{by}"
+
     def hold(self, node_id: str) -> str:
         return f"{self.reg}hold/{node_id}"
 

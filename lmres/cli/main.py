@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from lmres.cli import doctor, hold, incidents, policy, status, stop, version
+from lmres.cli import bench, doctor, hold, incidents, policy, status, stop, version
 from lmres.cli.command import Command, Output, Parser, UsageError, add_json_option
 from lmres.cli.text import clean_lines
 from lmres.errors import LmresError
@@ -23,6 +23,7 @@ COMMANDS: Final[tuple[Command, ...]] = (
     hold.READMIT,
     stop.COMMAND,
     doctor.COMMAND,
+    bench.COMMAND,
     policy.COMMAND,
     version.COMMAND,
 )

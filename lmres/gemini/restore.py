@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lmres.gemini.inventory import PART_NAMES, Copy, Holdings, Key, Part, Trust
+from lmres.gemini.inventory import PART_NAMES, Copy, Holdings, Key, Trust
 
 Source: TypeAlias = Literal["local", "replica", "peer", "durable"]
 _FARTHEST: dict[Source, int] = {"local": 0, "replica": 1, "peer": 2, "durable": 3}
@@ -53,7 +53,7 @@ class Nothing:
 
 
 def choose(
-    holdings: Iterable[Holdings],
+    holdings: Iterable[Holdings] | Stock,
     *,
     slots: Mapping[int, str],
     local_world_size: int,
@@ -61,7 +61,7 @@ def choose(
     banned: frozenset[tuple[int, int]] = frozenset(),
 ) -> Choice | Nothing:
     """``holdings``: of the live vaults, one per node, all fresh. ``slots``: the node of each slot of the new group."""
-    stock = _Stock.of(holdings)
+    stock = holdings if isinstance(holdings, Stock) else Stock.of(holdings)
     homes = {s * local_world_size + i: slots[s] for s in sorted(slots) for i in range(local_world_size)}
     refused: list[str] = []
     for key in sorted(stock.copies, reverse=True):
@@ -69,7 +69,10 @@ def choose(
         if not copies:
             continue
         why = _excluded(key, stock.copies[key], banned)
-        found = {rank: _best(stock, copies, rank, home) for rank, home in homes.items()} if not why else {}
+        by_rank: dict[int, list[Copy]] = {}
+        for c in copies:
+            by_rank.setdefault(c.rank, []).append(c)
+        found = {r: _best(stock, by_rank.get(r, []), home) for r, home in homes.items()} if not why else {}
         missing = {rank: found[rank].missing for rank in found if found[rank].missing}
         if not why and not missing:
             return _choice(key, found, slots, local_world_size, refused)
@@ -87,18 +90,21 @@ def copies_of(holdings: Iterable[Holdings], key: tuple[int, int], ranks: Iterabl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stock:
-    """``memory``: for each part, the nodes that have it and the ranks in whose images it is there."""
+class Stock:
+    """``memory``: for each part (digest and length), the nodes that have it and the ranks in whose images it is there.
+
+    A run of thousands of nodes is decided on in one go, so ``of`` is kept cheap.
+    """
 
     copies: dict[Key, list[Copy]] = field(default_factory=dict)
-    memory: dict[Part, dict[str, set[int]]] = field(default_factory=dict)
-    durable: set[Part] = field(default_factory=set)
+    memory: dict[tuple[str, int], tuple[set[str], set[int]]] = field(default_factory=dict)
+    durable: set[tuple[str, int]] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     ever: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(holdings: Iterable[Holdings]) -> _Stock:
-        stock = _Stock()
+    def of(holdings: Iterable[Holdings]) -> Stock:
+        stock = Stock()
         for h in sorted(holdings, key=lambda h: h.node_id):
             if h.ever:
                 stock.ever.append(h.node_id)
@@ -107,10 +113,15 @@ class _Stock:
             for copy in h.copies:
                 stock.copies.setdefault(copy.key, []).append(copy)
                 for part in copy.held():
+                    content = part.digest, part.length
                     if copy.place == "durable":
-                        stock.durable.add(part)
-                    else:
-                        stock.memory.setdefault(part, {}).setdefault(h.node_id, set()).add(copy.rank)
+                        stock.durable.add(content)
+                        continue
+                    if content not in stock.memory:
+                        stock.memory[content] = set(), set()
+                    nodes, ranks = stock.memory[content]
+                    nodes.add(h.node_id)
+                    ranks.add(copy.rank)
         return stock
 
 
@@ -121,25 +132,26 @@ class _Found:
     trust: Trust = "unverified"
 
 
-def _best(stock: _Stock, copies: list[Copy], rank: int, home: str) -> _Found:
-    """The nearest whole image of this rank. Vaults that disagree about its digests make several candidates."""
-    candidates = [_look(stock, copy, home) for copy in copies if copy.rank == rank]
+def _best(stock: Stock, copies: list[Copy], home: str) -> _Found:
+    """The nearest whole image among these of one rank. Vaults that disagree about its digests make several."""
+    candidates = [_look(stock, copy, home) for copy in copies]
     if not candidates:
         return _Found(missing=PART_NAMES)
     return min(candidates, key=lambda f: (len(f.missing), _FARTHEST[f.source], f.trust))
 
 
-def _look(stock: _Stock, copy: Copy, home: str) -> _Found:
+def _look(stock: Stock, copy: Copy, home: str) -> _Found:
     sources: list[Source] = ["local"]
     missing = []
     for name, part in copy.parts():
-        holders = stock.memory.get(part, {})
-        if part.length == 0 or home in holders:
+        content = part.digest, part.length
+        holders, ranks = stock.memory.get(content, (None, None))
+        if part.length == 0 or (holders is not None and home in holders):
             continue
-        if holders:
-            elsewhere = any(r != copy.rank for ranks in holders.values() for r in ranks)
+        if ranks is not None:
+            elsewhere = len(ranks) > 1 or copy.rank not in ranks
             sources.append("replica" if name == "shared" and elsewhere else "peer")
-        elif part in stock.durable:
+        elif content in stock.durable:
             sources.append("durable")
         else:
             missing.append(name)
@@ -179,7 +191,7 @@ def _choice(
     )
 
 
-def _nothing(stock: _Stock, topology: str, refused: list[str]) -> Nothing:
+def _nothing(stock: Stock, topology: str, refused: list[str]) -> Nothing:
     others = sorted({c.topology for copies in stock.copies.values() for c in copies if c.topology != topology})
     problems = f" ({_some(stock.problems)})" if stock.problems else ""
     if others and not refused:
@@ -189,7 +201,7 @@ def _nothing(stock: _Stock, topology: str, refused: list[str]) -> Nothing:
     if not stock.ever:
         reason = _some(refused) or "no state has been captured yet"
         return Nothing(reason=f"{reason}{problems}", lost=False)
-    held = _some(refused) or f"{_some(stock.ever)} had some once, no live vault holds any"
+    held = _some(refused) or f"there was one ({_some(stock.ever)} knew of it), no live vault holds any"
     return Nothing(reason=f"no state is left that all ranks could restore: {held}{problems}", lost=True)
 
 

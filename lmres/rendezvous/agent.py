@@ -34,12 +34,14 @@ from lmres.rendezvous.joining import Joining, end_of_run, run_is_over
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.ledger import Displaced, Ledger, StoreReset
 from lmres.rendezvous.notes import fault_note, gone_cause, plan_note
+from lmres.rendezvous.parting import Partings, Witness
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.resume import TELL_MS
 from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Requests, Settings, Standing
 from lmres.rendezvous.state import Done, Formed, Member, Ready, View
 
-BRIEF_MS = 100
+BRIEF_MS = 40
+"""After a clear cause: what failed together on several nodes, or on one, is then one decision in most cases."""
 KEPT_GENERATIONS = 32
 """Evidence and reports of so many generations stay in the store, for ``lmres incidents``."""
 STAGGER_MS = 150
@@ -59,6 +61,8 @@ class Agent:
     process_is_dead: Callable[[Member], bool]
     ledger: Ledger = field(init=False)
     joining: Joining = field(init=False)
+    witness: Witness = field(init=False)
+    partings: Partings = field(init=False)
     end: End | None = None
     reason: str = "joining"
     _started_ms: int | None = None
@@ -82,6 +86,8 @@ class Agent:
         config = self.settings.config
         leases = LeaseTable(interval_ms=config.heartbeat_interval_ms, timeout_ms=config.heartbeat_timeout_ms)
         self.ledger = Ledger(keys=self.settings.keys, me=self.settings.me, leases=leases)
+        self.witness = Witness(ledger=self.ledger)
+        self.partings = Partings(interval_ms=config.heartbeat_interval_ms)
         self.joining = Joining(
             ledger=self.ledger,
             config=config,
@@ -129,6 +135,7 @@ class Agent:
             yield from self._join(inputs)
         if self.end is None and ledger.registered:
             yield from self._send(inputs)
+            yield from self.witness.note(inputs)
             yield from self.ledger.restore_lasting()
             yield from self._declare_lost(inputs)
             yield from self._advance(inputs)
@@ -182,20 +189,35 @@ class Agent:
             self._sent_recovered += 1
 
     def _tell_holdings(self, inputs: Inputs) -> Requests:
-        """What the vault held when it was frozen in this generation. Anew if that was said before the group formed."""
+        """What the vault held when it was frozen in this generation. Anew if that was said before the group formed.
+
+        Who comes while a generation runs says only where its vault is, so that copies can be kept there.
+        """
         generation, held = self._generation(), inputs.holdings
-        if held is None or held.generation != generation or not self.settings.checkpointing.enabled:
+        if held is None or not self.settings.checkpointing.enabled:
             return
         key, formed = self.keys.holdings(self.me.node_id), self.keys.formed(generation)
         record = replace(held, node_id=self.me.node_id, incarnation=self.me.incarnation)
+        if held.generation != generation:
+            said = self.view.holdings().get(self.me.node_id)
+            if held.port and (said is None or said[1].incarnation != self.me.incarnation):
+                where = replace(record, generation=0, copies=())
+                yield from self.ledger.write(Put(key=key, value=encode(where)))
+            return
         if self.view.holds(key, record) and self.view.mod_revision(key) > self.view.mod_revision(formed):
             return
         yield from self.ledger.write(Put(key=key, value=encode(record)), compares=(self.ledger.unchanged(formed),))
 
     def _declare_lost(self, inputs: Inputs) -> Requests:
+        leases, now_ms = self.ledger.leases, inputs.now_ms
+        self.partings.observe(self.view, leases, now_ms)
         for member in self.ledger.watched():
-            if self.ledger.leases.is_over(member.node_id, inputs.now_ms):
-                yield from self.ledger.give_up_silent(member, inputs.now_ms)
+            if leases.is_over(member.node_id, now_ms):
+                yield from self.ledger.give_up_silent(member, now_ms)
+                continue
+            found = self.partings.find(self.view, leases, member, now_ms)
+            if found is not None:
+                yield from self.ledger.give_up(member, found.reason, quiet_ms=found.quiet_ms, witnesses=found.witnesses)
         yield from self.joining.leave_if_too_many()
         self.end = self.end or self.joining.end
 
@@ -359,6 +381,7 @@ class Agent:
         """Listens as long as the decision asks, then lets the observers before this one go first.
 
         The time runs from the first proposal for this generation, so that news does not put a decision off for ever.
+        After a clear cause it runs from the first evidence: what was heard while the vaults told counts too.
         """
         generation = decision.plan.generation
         if self._proposed is None or self._proposed[0] != generation:
@@ -366,7 +389,10 @@ class Agent:
         window_ms = round(self.settings.recovery.evidence_window_s * 1000)
         listen_ms = {"now": 0, "brief": min(BRIEF_MS, window_ms), "window": window_ms}[decision.settle]
         index = self.ledger.observer_index() or 0
-        left = listen_ms + STAGGER_MS * min(index, MAX_STAGGER) - (now_ms - self._proposed[1])
+        since_ms = self._proposed[1]
+        if decision.settle == "brief" and self._evidence_seen[0] == decision.plan.from_generation:
+            listen_ms = max(0, listen_ms - max(0, since_ms - self._evidence_seen[1]))
+        left = listen_ms + STAGGER_MS * min(index, MAX_STAGGER) - (now_ms - since_ms)
         self._due_ms = max(1, left)
         return left <= 0
 
@@ -468,8 +494,12 @@ class Agent:
 
     def _next_ms(self, now_ms: int) -> int:
         """No later than the next heartbeat, the first lease that may run out, and the end of a settling time."""
-        watched = [m.node_id for m in self.ledger.watched()]
-        due = [self.settings.config.heartbeat_interval_ms, self.ledger.leases.next_expiry_ms(watched, now_ms)]
+        leases, members = self.ledger.leases, self.ledger.watched()
+        watched = [m.node_id for m in members]
+        due = [self.settings.config.heartbeat_interval_ms, leases.next_expiry_ms(watched, now_ms)]
+        suspected = self.partings.next_ms(self.view, leases, members, now_ms)
+        if suspected is not None:
+            due.append(suspected)
         if self._due_ms is not None:
             due.append(self._due_ms)
         return max(1, min(due))

@@ -15,7 +15,7 @@ connection alone blames nobody.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from lmres.errors import ExitCode
@@ -31,7 +31,7 @@ from lmres.rendezvous.plan import (
     Streak,
     Strike,
 )
-from lmres.rendezvous.resume import Checkpointing, Resume, resume, untold
+from lmres.rendezvous.resume import Checkpointing, Known, Resume, resume, untold
 from lmres.rendezvous.state import Finished, Member, RunConfig, View
 from lmres.rendezvous.vacancies import Vacancy, candidates, missing, pick, struck
 
@@ -120,6 +120,7 @@ class _Rules:
     policy: Recovery
     observed: Observed
     checkpointing: Checkpointing
+    _known: list[Known] = field(default_factory=list)
 
     def wait_for_holdings(self, head: Plan | None, silent: frozenset[str] = frozenset()) -> Wait | None:
         """Set while somebody, but ``silent``, has not yet said what state it holds."""
@@ -131,7 +132,11 @@ class _Rules:
 
     def resume(self, head: Plan | None, active: tuple[ActiveNode, ...]) -> Resume | None:
         """None where states are not kept."""
-        return resume(self.view, self.config, head, active) if self.checkpointing.enabled else None
+        if not self.checkpointing.enabled:
+            return None
+        if not self._known:
+            self._known.append(Known.of(self.view, head))
+        return resume(self.view, self.config, head, active, self._known[0])
 
 
 def _never_started(reason: str, code: ExitCode) -> Finish:
@@ -214,13 +219,15 @@ def _recover(rules: _Rules, head: Plan, done: frozenset[str]) -> Decision:
             streak=streak,
             run_ms=run_ms,
             vacancies=vacancies,
+            state=state,
         ),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """``final``: what has been found calls for a plan, whatever comes."""
+    """``final``: what has been found calls for a plan, whatever comes. ``state``: what the nodes of the newest plan
+    could go on from."""
 
     first: blame.Witness | None
     final: bool
@@ -230,6 +237,7 @@ class _Case:
     streak: Streak
     run_ms: int
     vacancies: list[Vacancy]
+    state: Resume | None
 
 
 def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
@@ -257,7 +265,7 @@ def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
     if waits is not None:
         return waits
     active = tuple(_slot(n.slot, chosen[n.slot]) if n.slot in chosen else n for n in head.active)
-    state = rules.resume(head, active)
+    state = case.state if active == head.active else rules.resume(head, active)
     if state is not None and state.lost:
         return rules.wait_for_holdings(head) or _state_lost(head, case, state)
     plan = _plan(view, head, case, active, chosen, filled, unfilled)

@@ -35,6 +35,7 @@ class LeaseTable:
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _looked_ms: int | None = None
     _missed_ms: int = 0
+    _resumed_ms: int = 0
 
     def observe(self, entries: Iterable[tuple[str, Entry]], now_ms: int) -> None:
         """``entries``: node id and its lease, all read at once."""
@@ -67,9 +68,12 @@ class LeaseTable:
     def _forgive_gap(self, now_ms: int) -> None:
         """Of a gap in looking only one interval counts. An outage ends in a slow answer, so it makes two gaps."""
         gap_ms = now_ms - self._looked_ms if self._looked_ms is not None else 0
+        if self._looked_ms is None:
+            self._resumed_ms = now_ms
         if gap_ms > self.interval_ms + self.interval_ms // 2:
             missed_ms = gap_ms - self.interval_ms
             self._missed_ms += missed_ms
+            self._resumed_ms = now_ms
             for seen in self._seen.values():
                 seen.moved_ms += missed_ms
         self._looked_ms = now_ms
@@ -86,6 +90,14 @@ class LeaseTable:
         """When the lease was last seen to move."""
         seen = self._seen.get(node_id)
         return seen.heard_ms if seen is not None else None
+
+    def heard_since_gap(self, node_id: str) -> bool:
+        """Whether the lease has moved since this observer could last not look.
+
+        What kept it from looking may keep others from beating for a while longer.
+        """
+        seen = self._seen.get(node_id)
+        return seen is not None and seen.heard_ms > self._resumed_ms
 
     def counter(self, node_id: str) -> int:
         seen = self._seen.get(node_id)

@@ -37,6 +37,8 @@ class Ledger:
     view: View = field(init=False)
     registered: bool = False
     _counter: int = 0
+    _order: tuple[object, object, tuple[str, ...]] | None = None
+    """Observers, with what they follow from: asked for several times a round, and there may be thousands."""
 
     def __post_init__(self) -> None:
         self.view = View(keys=self.keys)
@@ -90,7 +92,8 @@ class Ledger:
         if result.revision < self.view.revision:
             raise StoreReset
         self._learn(result)
-        if not result.succeeded and not (yield from self._restore_registration(inputs)):
+        torn = self.registered and self.keys.member(self.me.node_id) in self.view.problems
+        if (torn or not result.succeeded) and not (yield from self._restore_registration(inputs)):
             raise Displaced
         self._counter += 1
         self._observe(result.reads[2:], inputs.now_ms)
@@ -127,8 +130,13 @@ class Ledger:
         self.leases.observe(((e.key[prefix:], e) for entries in reads for e in entries), now_ms)
         self.leases.expect((m.node_id for m in self.watched()), now_ms)
 
-    def give_up(self, member: Member, reason: str, *, quiet_ms: int | None = None) -> Asked:
-        """Final for this incarnation, and only if its lease, registration and goodbye are still as they were read."""
+    def give_up(
+        self, member: Member, reason: str, *, quiet_ms: int | None = None, witnesses: tuple[str, ...] = ()
+    ) -> Asked:
+        """Final for this incarnation, and only if its lease, registration and goodbye are still as they were read.
+
+        So must be what its witnesses have noted, and they must still be there.
+        """
         gone = Gone(
             node_id=member.node_id,
             incarnation=member.incarnation,
@@ -137,11 +145,17 @@ class Ledger:
             by=self.me.node_id,
             quiet_ms=quiet_ms,
             step=self.leases.step(member.node_id),
+            witnesses=witnesses,
         )
         lease = Compare(key=self.keys.lease(member.node_id), mod_revision=self.leases.revision(member.node_id))
         won = yield from self.write(
             Put(key=self.keys.gone(member.node_id), value=encode(gone)),
-            compares=(lease, *(self.unchanged(k(member.node_id)) for k in (self.keys.member, self.keys.gone))),
+            compares=(
+                lease,
+                *(self.unchanged(k(member.node_id)) for k in (self.keys.member, self.keys.gone)),
+                *(self.unchanged(self.keys.parted(member.node_id, by)) for by in witnesses),
+                *(self.unchanged(self.keys.gone(by)) for by in witnesses),
+            ),
         )
         if won:
             self.leases.forget(member.node_id)
@@ -172,11 +186,13 @@ class Ledger:
 
     def observers(self) -> tuple[str, ...]:
         """Active nodes in slot order, then standbys: the first of them watch everybody and decide."""
-        live = [m.node_id for m in self.view.live_members()]
-        head = self.view.head()
-        active = [n.node_id for n in head.active if n.node_id in live] if head is not None else []
-        order = active + [n for n in live if n not in active]
-        return tuple(order if len(order) <= ALL_OBSERVE_UP_TO else order[:OBSERVERS])
+        members, head = self.view.live_members(), self.view.head()
+        if self._order is None or self._order[0] is not members or self._order[1] is not head:
+            live = dict.fromkeys(m.node_id for m in members)
+            active = dict.fromkeys(n.node_id for n in head.active if n.node_id in live) if head is not None else {}
+            order = (*active, *(n for n in live if n not in active))
+            self._order = members, head, order if len(order) <= ALL_OBSERVE_UP_TO else order[:OBSERVERS]
+        return self._order[2]
 
     def observer_index(self) -> int | None:
         observers = self.observers()

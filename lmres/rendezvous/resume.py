@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmres.gemini.inventory import Holdings, topology_text
-from lmres.gemini.restore import Choice, Nothing, choose
+from lmres.gemini.restore import Choice, Nothing, Stock, choose
 from lmres.policy import Policy
 from lmres.rendezvous.plan import ActiveNode, Plan
 from lmres.rendezvous.state import Member, RunConfig, View
@@ -75,19 +75,31 @@ def _is_fresh(member: Member, revision: int, holdings: Holdings, *, generation: 
 
 def untold(view: View, head: Plan | None, but: frozenset[str]) -> tuple[str, ...]:
     """The live members, ``but`` these, that have not yet said what they hold."""
-    fresh = {h.node_id for h in told(view, head.generation if head is not None else 0)}
-    return tuple(sorted(m.node_id for m in view.live_members() if m.node_id not in fresh | but))
+    heard = {h.node_id for h in told(view, head.generation if head is not None else 0)} | but
+    return tuple(sorted(m.node_id for m in view.live_members() if m.node_id not in heard))
 
 
-def resume(view: View, config: RunConfig, head: Plan | None, active: Iterable[ActiveNode]) -> Resume:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What has been told so far, counted up once for all that is asked of it."""
+
+    held: tuple[Holdings, ...]
+    stock: Stock
+
+    @staticmethod
+    def of(view: View, head: Plan | None) -> Known:
+        held = told(view, head.generation if head is not None else 0)
+        return Known(held=held, stock=Stock.of(held))
+
+
+def resume(view: View, config: RunConfig, head: Plan | None, active: Iterable[ActiveNode], known: Known) -> Resume:
     """From what has been told so far."""
-    generation = head.generation if head is not None else 0
     slots = {n.slot: n.node_id for n in active}
-    held = told(view, generation)
-    newest = max((c.origin for h in held for c in h.copies), default=0)
+    held = known.held
+    newest = max((key.origin for key in known.stock.copies), default=0)
     origin = 1 + max(newest, head.origin if head is not None else 0)
     found = choose(
-        held,
+        known.stock,
         slots=slots,
         local_world_size=config.local_world_size,
         topology=topology_text(nodes=len(slots), local_world_size=config.local_world_size),

@@ -41,6 +41,15 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Connections to this incarnation broke, as if it had died, and are not there again. ``number``: counts breaks."""
+
+    node_id: str
+    incarnation: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """This moment on this host.
 
@@ -48,7 +57,8 @@ class Inputs:
     last started here, 0 for none; ``workers_alive``: any process of theirs is left. ``succeeded``: the generation all
     of whose local workers ended with 0. ``faults``: all evidence collected here so far, in order. ``holdings``: what
     the vault holds, frozen in the generation that ``Outcome.freeze`` asked for; forgotten when workers of that
-    generation are started. ``banned``: all states found bad here so far.
+    generation are started. ``banned``: all states found bad here so far. ``broken``: the members to which
+    connections are broken now.
     """
 
     now_ms: int
@@ -64,6 +74,7 @@ class Inputs:
     holdings: Holdings | None = None
     banned: tuple[Banned, ...] = ()
     keeping: Keeping | None = None
+    broken: tuple[Broken, ...] = ()
     leave: Leave | None = None
 
 

@@ -10,6 +10,7 @@ Member      its agent               a registration; a new incarnation replaces i
 Door        its agent               who registered last; who wipes the records makes sure that nobody comes in
 Lease       its agent               a counter that moves while the agent lives
 Gone        its agent or observers  this incarnation left, or was found lost; final for the incarnation
+Parted      the witness             its connections to an incarnation broke, or are there again (``parting.py``)
 Hold        the operator            drain or readmit a node; the latest one counts
 Evidence    the witness             what was seen to fail in a generation
 Plan        one agent, once         the only plan of its generation; never changes (``plan.py``)
@@ -65,7 +66,10 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A registration. ``boot_id``, ``pid`` and ``pid_start`` (clock ticks since boot) name the process exactly."""
+    """A registration. ``boot_id``, ``pid`` and ``pid_start`` (clock ticks since boot) name the process exactly.
+
+    ``pulse_port``: where neighbours keep a connection to it, at ``address``; 0 if it does not listen.
+    """
 
     node_id: str
     incarnation: str
@@ -76,6 +80,7 @@ class Member:
     pid_start: int
     failure_domain: str
     state_dir: str = ""
+    pulse_port: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,8 @@ class Lease:
 class Gone:
     """``how``: ``left`` by itself, ``lost`` as seen by others, ``refused`` at the door. ``planned``: told to leave.
 
-    ``quiet_ms``: how long its lease had stood still when it was found lost; ``step``: the last one its lease told.
+    ``quiet_ms``: how long its lease had stood still when it was found lost; ``step``: the last one its lease told;
+    ``witnesses``: to whom connections to it had closed, if it was found lost by that.
     """
 
     node_id: str
@@ -120,6 +126,22 @@ class Gone:
     planned: bool = False
     quiet_ms: int | None = None
     step: int | None = None
+    witnesses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parted:
+    """The connections of a witness (``by``) to this incarnation broke. ``back``: they are there again.
+
+    ``number`` counts the breaks that this witness has seen: a new one is a new record.
+    """
+
+    node_id: str
+    incarnation: str
+    by: str
+    by_incarnation: str
+    number: int
+    back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +248,7 @@ _SECTIONS: dict[str, type] = {
     "member": Member,
     "door": Door,
     "gone": Gone,
+    "parted": Parted,
     "hold": Hold,
     "stop": StopRequest,
     "evidence": Evidence,
@@ -251,6 +274,7 @@ class View:
     _sections: dict[str, dict[str, Stored]] = field(default_factory=dict)
     _head: Plan | None = None
     _live: tuple[Member, ...] | None = None
+    _parted: dict[str, tuple[tuple[int, Parted], ...]] | None = None
 
     def apply(self, entries: Iterable[Entry], revision: int) -> None:
         for entry in entries:
@@ -276,7 +300,9 @@ class View:
         self.stored[key] = stored
         self._sections.setdefault(section, {})[key] = stored
         if section in ("member", "gone"):
-            self._live = None
+            self._live = self._parted = None
+        elif section == "parted":
+            self._parted = None
         if isinstance(record, Plan) and (self._head is None or record.generation >= self._head.generation):
             self._head = record
 
@@ -303,6 +329,8 @@ class View:
                 return key == self.keys.member(record.node_id)
             case Gone():
                 return key == self.keys.gone(record.node_id)
+            case Parted():
+                return key == self.keys.parted(record.node_id, record.by)
             case Hold():
                 return key == self.keys.hold(record.node_id)
             case Ready():
@@ -383,6 +411,17 @@ class View:
             ]
             self._live = tuple(m for _, m in sorted(members, key=lambda pair: pair[0].revision))
         return self._live
+
+    def parted(self) -> dict[str, tuple[tuple[int, Parted], ...]]:
+        """By the node id of each live subject: what live witnesses have noted of it, with the revision at which."""
+        if self._parted is None:
+            found: dict[str, list[tuple[int, Parted]]] = {}
+            for stored, p in self.under(f"{self.keys.reg}parted/", Parted):
+                told = not p.back and not stored.problem and p.by != p.node_id
+                if told and self.is_live(p.node_id, p.incarnation) and self.is_live(p.by, p.by_incarnation):
+                    found.setdefault(p.node_id, []).append((stored.revision, p))
+            self._parted = {node_id: tuple(noted) for node_id, noted in found.items()}
+        return self._parted
 
     def unreadable_members(self) -> tuple[str, ...]:
         """Node ids under which something stands that can not be read, and never could: somebody may be there."""

@@ -267,6 +267,21 @@ def test_a_stopped_vault_does_not_hold_a_worker(node: Node) -> None:
     worker.close()
 
 
+def test_a_worker_that_did_not_wait_for_its_welcome_does_not_keep_the_next_one_out(node: Node) -> None:
+    node.assign(1, 0)
+    os.kill(node.vault.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(VaultError, match="welcome"):
+            WorkerVault.connect(node.path, rank=0, generation=1, timeout_s=0.1)
+    finally:
+        os.kill(node.vault.pid, signal.SIGCONT)
+    worker = node.connect(0, 1)
+    worker.reserve(shared_bytes=4096, own_bytes=4096)
+    capture(worker, 1, size=4096)
+    until(lambda: node.safe_step() == 1, "step 1 is safe")
+    worker.close()
+
+
 def test_the_vault_outlives_its_agent_and_is_adopted(node: Node) -> None:
     node.assign(1, 0)
     worker = node.connect(0, 1)

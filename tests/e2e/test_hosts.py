@@ -36,9 +36,34 @@ def test_a_cut_off_host_is_replaced_and_ends_with_75(tmp_path: Path) -> None:
         net.cut("h2")
         plan = a.wait_event("plan_committed", generation=2)
         assert (plan["failure_class"], plan["active"]) == ("node_lost", {"0": "h1", "1": "h3"})
+        # Nothing is closed by that: connections hang, and the lease runs out.
+        assert "no heartbeat for 2." in plan["reason"] and "connections" not in plan["reason"]
         worker = b.worker_pids(1)[0]
         assert b.wait_exit(60) == 75
         assert not psutil.pid_exists(worker)
+        assert [a.wait_exit(), s.wait_exit()] == [0, 0]
+
+
+def test_a_node_killed_on_another_host_is_found_by_its_neighbours(tmp_path: Path) -> None:
+    with (
+        hosts("h1", "h2", "h3") as net,
+        cluster(
+            tmp_path,
+            endpoint=f"{net.address('h1')}:29411",
+            policy="heartbeat: {interval_s: 0.5, timeout_s: 60}\n",
+            env={"STEPS": "60", **GLOO},
+        ) as c,
+    ):
+        nodes = []
+        for name in ("h1", "h2", "h3"):
+            nodes.append(c.start(name, prefix=net.prefix(name)))
+            nodes[-1].wait_event("agent_joined")
+        a, b, s = nodes
+        a.wait_step(3)
+        b.kill_node()
+        plan = a.wait_event("plan_committed", 20, generation=2)
+        assert plan["active"] == {"0": "h1", "1": "h3"}
+        assert "connections to it closed (seen by h1, h3)" in plan["reason"]
         assert [a.wait_exit(), s.wait_exit()] == [0, 0]
 
 

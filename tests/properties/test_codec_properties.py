@@ -30,6 +30,7 @@ SIMPLE: tuple[type, ...] = (
     state.Recovered,
     state.Finished,
     state.Banned,
+    state.Parted,
     Cause,
     ExceptionInfo,
     Streak,

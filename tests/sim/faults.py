@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmres.ports import Get, Put, Txn
 from lmres.rendezvous.codec import encode
+from lmres.rendezvous.parting import Answer, Break
 from lmres.rendezvous.state import Hold, StopRequest
 
 if TYPE_CHECKING:
@@ -359,6 +360,59 @@ STATE_FAULTS = (
 )
 
 
+# -- faults of connections between agents; drawn by their own chance -------------------------------------------------
+
+
+def break_link(world: World) -> None:
+    """One connection breaks, for both or for one of its ends, and can be made again at once."""
+    links = world.links
+    if links.open:
+        pair = links.chance.choice(sorted(links.open))
+        sides = links.chance.choice(((0, 1), (0,), (1,)))
+        world.log(f"FAULT the connection of {pair} breaks for {len(sides)}")
+        links.broke(pair, links.chance.choice(tuple(Break)), sides=sides)
+
+
+def cut_hosts(world: World) -> None:
+    """Two hosts do not reach each other for a while; sometimes a firewall says so, sometimes nobody does."""
+    links, names = world.links, sorted({p.host.name for p in world.living()})
+    if len(names) > 1:
+        one, other = links.chance.sample(names, 2)
+        answer = links.chance.choice((Answer.REFUSED, Answer.NONE))
+        world.log(f"FAULT no way between {one} and {other}")
+        links.cut(one, other, links.chance.choice((300, 2_000, 10_000)), answer, links.chance.choice(tuple(Break)))
+
+
+def isolate(world: World) -> None:
+    """An agent loses all its connections, and lives; sometimes it is stopped too, for less than the timeout."""
+    living, chance = world.living(), world.links.chance
+    if living:
+        process = chance.choice(living)
+        world.log(f"FAULT {process.name} has no connections")
+        world.links.isolate(process, chance.choice((300, 3_000, 20_000)))
+        pause_ms = chance.choice((0, 0, world.scenario.interval_ms, 2 * world.scenario.interval_ms))
+        if pause_ms:
+            delay_ms = chance.choice((0, 100, world.scenario.interval_ms, 2_000))
+            world.after(delay_ms, lambda: None if process.paused or not process.alive else process.pause(pause_ms))
+
+
+def kill_a_linked_one(world: World) -> None:
+    """An agent dies whose connections stand."""
+    living, chance = [p for p in world.living() if not p.paused], world.links.chance
+    if living:
+        chance.choice(living).kill()
+
+
+LINK_FAULTS = (break_link, cut_hosts, isolate, isolate, kill_a_linked_one)
+
+
+def _schedule_link_faults(world: World) -> None:
+    chance = world.links.chance
+    for _ in range(chance.choice((0, 1, 2, 4)) if world.links.on else 0):
+        fault, at_ms = chance.choice(LINK_FAULTS), chance.randint(2_000, world.scenario.safety_ms)
+        world.after(at_ms, lambda f=fault: f(world))  # type: ignore[misc]
+
+
 def _schedule_state_faults(world: World) -> None:
     chance = world.states.chance
     for _ in range(chance.choice((0, 1, 2, 4)) if world.states.on else 0):
@@ -371,6 +425,7 @@ def schedule(world: World) -> None:
     s = world.scenario
     if s.theme != "large":
         _schedule_state_faults(world)
+        _schedule_link_faults(world)
     if s.theme == "success":
         stop_at_the_end(world)
     if s.theme == "large":

@@ -13,7 +13,7 @@ from unittest import mock
 
 from lmres.gemini.watermark import Verdict
 from lmres.ports import Compare, Get, Put, Txn
-from lmres.rendezvous import blame
+from lmres.rendezvous import blame, parting
 from lmres.rendezvous import decide as deciding
 from lmres.rendezvous import resume as resuming
 from lmres.rendezvous.agent import Agent
@@ -204,7 +204,24 @@ def _own_buffer_only(self: Verdict, held: Any) -> bool:
     return held is None or self.is_dead(held) or (self.safe is not None and held <= self.safe)
 
 
+# -- witnesses --------------------------------------------------------------------------------------------------------
+
+
+def _left_without_lease(self: parting.Partings, view: View, leases: LeaseTable, member: Any, now_ms: int) -> Any:
+    """Two notes, and the lease is not looked at."""
+    notes = parting._standing(view, leases, member.node_id)
+    return 0 if len(notes) >= parting.needed_witnesses(view) else None
+
+
+def _notes_outlive_heartbeats(view: View, leases: LeaseTable, node_id: str) -> dict[int, str]:
+    return {revision: noted.by for revision, noted in view.parted().get(node_id, ())}
+
+
 MUTANTS: dict[str, Patch] = {
+    "one_witness_is_enough": _replaced(parting, "needed_witnesses", lambda view: 1),
+    "lease_is_not_asked": _replaced(parting.Partings, "_left_ms", _left_without_lease),
+    "witnesses_are_not_heard": _replaced(parting.Partings, "find", lambda *_: None),
+    "notes_outlive_heartbeats": _replaced(parting, "_standing", _notes_outlive_heartbeats),
     "holdings_not_waited_for": _replaced(deciding, "untold", lambda view, head, but: ()),
     "holdings_of_any_generation": _replaced(resuming, "_is_fresh", lambda member, revision, held, **_: True),
     "newest_state_passed_over": _replaced(resuming, "choose", _choose_the_last_but_one),
@@ -263,5 +280,6 @@ FIRST_SEEDS = {
     "same_incarnation_again": 34,
     "torn_lease_skipped": 18,
     "wipe_without_door": 101,
+    "witnesses_are_not_heard": 160,
 }
 """Where the search begins, to save time: the seed that found the bug when this was written, if not among the first."""

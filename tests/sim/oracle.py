@@ -35,6 +35,7 @@ _KINDS = {
         state.Finished,
         state.Door,
         state.Banned,
+        state.Parted,
         state.Holdings,
     )
 }
@@ -115,6 +116,8 @@ class Oracle:
         self.finished: list[state.Finished] = []
         self.beat_ms: dict[str, int] = {}
         self.beats: dict[str, int] = {}
+        self.noted_ms: dict[str, int] = {}
+        self.asked_ms: dict[tuple[int, int], int] = {}
         self.trained: set[tuple[int, int, str]] = set()
         self.readmitted: dict[str, int] = {}
         self.deciding: Process | None = None
@@ -161,6 +164,10 @@ class Oracle:
         """A worker has failed, and its agent has noticed."""
         self.failed_ms.setdefault(group, self.world.now_ms)
 
+    def asked(self, group: tuple[int, int]) -> None:
+        """An agent wants to know what vaults hold, because a plan may be coming."""
+        self.asked_ms.setdefault(group, self.world.now_ms)
+
     # -- what the world tells -----------------------------------------------------------------------------------------
 
     def before(self, txn: Txn) -> dict[str, Any]:
@@ -189,6 +196,8 @@ class Oracle:
             case state.Lease():
                 self.beat_ms[record.incarnation] = now_ms
                 self.beats[record.incarnation] = self.beats.get(record.incarnation, 0) + 1
+            case state.Parted():
+                self.noted_ms[write.key] = now_ms
             case state.Done() if self.world.at_success is not None:
                 done = {d.node_id for d in self.of_kind(state.Done) if d.generation == record.generation}
                 plan = self.plan(record.generation)
@@ -291,6 +300,8 @@ def _home(keys: Keys, record: Any) -> str:
             return keys.gone(record.node_id)
         case state.Hold():
             return keys.hold(record.node_id)
+        case state.Parted():
+            return keys.parted(record.node_id, record.by)
         case state.Lease():
             return keys.lease(record.incarnation.split("#", 1)[0])
         case state.RunConfig():
@@ -317,6 +328,8 @@ def _shown(record: Any, value: str) -> str:
             return f"{record.action} [{slots}] charged {record.charged} aside [{aside}] because {record.reason}"
         case state.Gone():
             return f"{record.incarnation} {record.how}: {record.reason}"
+        case state.Parted():
+            return f"connections to {record.incarnation} {'are back' if record.back else 'broke'}"
         case state.Evidence():
             return f"{record.weight}: {record.cause.headline()}"
         case state.Finished():

@@ -15,7 +15,7 @@ from lmres.ports import Txn, TxnResult
 from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.plan import Cause, ExceptionInfo, Plan
 from lmres.rendezvous.resume import Checkpointing
-from lmres.rendezvous.rounds import Inputs, Leave, Outcome, Settings
+from lmres.rendezvous.rounds import Broken, Inputs, Leave, Outcome, Settings
 from lmres.rendezvous.state import Banned, Evidence, Member, RunConfig
 from lmres.scout.evidence import Weight, classify_exception, classify_exit
 
@@ -63,6 +63,8 @@ class Process:
         self.faults: tuple[Evidence, ...] = ()
         self.banned: tuple[Banned, ...] = ()
         self.holdings: Holdings | None = None
+        self.broken: dict[str, Broken] = {}
+        self.linked_as = ""
         self.restored: Key | None = None
         self.ever: set[int] = set()
         self.deaf_until_ms = 0
@@ -110,6 +112,7 @@ class Process:
             pid=self.pid,
             pid_start=0,
             failure_domain=self.node_id,
+            pulse_port=1 if self.world.links.on else 0,
         )
         return Settings(
             keys=self.world.keys,
@@ -185,6 +188,7 @@ class Process:
             faults=self.faults,
             banned=self.banned,
             holdings=self.holdings,
+            broken=tuple(sorted(self.broken.values(), key=lambda b: b.number)),
             leave=self.leave,
         )
         self._leaving_round = self.leave is not None
@@ -240,6 +244,8 @@ class Process:
             self.exit()
             return
         self._stop_if_told(outcome)
+        if world.links.on:
+            world.links.follow(self)
         if self.world.states.on:
             self._mind_the_vault(outcome)
         if outcome.end is not None:
@@ -268,6 +274,8 @@ class Process:
         if outcome.plan is not None and outcome.plan.action != "stop":
             states.follow(self, outcome.plan)
         asked = (self.round_epoch, wanted) if wanted is not None else None
+        if asked is not None:
+            self.world.oracle.asked(asked)
         told = self.holdings is not None and asked == (self._told_epoch, self.holdings.generation)
         if asked is None or told or self._freezing == asked:
             return
@@ -393,6 +401,7 @@ class Process:
         if self.exit_code is None:
             self.exit_code = 0
         self.world.log(f"{self.name} exits with {self.exit_code}: {self.end_reason}")
+        self.world.links.died(self, goodbye=True)
         self.die()
 
     # -- what is done to it -------------------------------------------------------------------------------------------
@@ -414,6 +423,7 @@ class Process:
         self.world.log(f"FAULT {self.name} killed")
         self.exit_code = -9
         self.die()
+        self.world.links.died(self, goodbye=False)
 
     def pause(self, duration_ms: int) -> None:
         self.world.log(f"FAULT {self.name} stopped for {duration_ms} ms")

@@ -46,6 +46,7 @@ def settle(world: World) -> None:
     world.log("-- faults stop --")
     world.calm = True
     world.thaw()
+    world.links.calm()
     for process in world.living():
         process.resume()
     world.after(REST_MS, world.oracle.at_rest)

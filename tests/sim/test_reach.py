@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from lmres.rendezvous.state import Gone, Parted
 from tests.sim.run import run_seed
 from tests.sim.world import World
 
@@ -28,6 +29,10 @@ def sights(world: World) -> set[str]:
         if world.states.on:
             found |= {f"state {source}" for source in plan.recovery_source.values()}
             found |= {what for what, words in STATE_WORDS.items() if words in plan.reason}
+    for gone in world.oracle.of_kind(Gone):
+        if gone.how == "lost":
+            found.add(f"lost by {min(len(gone.witnesses), 2)} witnesses" if gone.witnesses else "lost by its lease")
+    found |= {f"connections {'back' if p.back else 'broke'}" for p in world.oracle.of_kind(Parted)}
     if any(v.verdict.gate for v in world.states.vaults.values()):
         found.add("gate")
     for process in world.processes:
@@ -58,6 +63,9 @@ EXPECTED = {
     *(f"state {s}" for s in ("none", "local", "peer", "replica", "durable")),
     *STATE_WORDS,
     "gate",
+    *(f"lost by {by}" for by in ("1 witnesses", "2 witnesses", "its lease")),
+    "connections broke",
+    "connections back",
     *(f"plan {a}" for a in ("start", "restart", "replace", "stop")),
     *(f"class {c}" for c in ("none", "process_crash", "user_exception", "out_of_memory", "unknown", "node_lost")),
     *(f"class {c}" for c in ("drain", "node_unhealthy")),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from lmres.ids import Keys
 from lmres.ports import DeletePrefix, Put, Txn, TxnResult
 from lmres.rendezvous.edge.stores.engine import Engine
+from tests.sim.links import Links
 from tests.sim.oracle import Oracle
 from tests.sim.process import Process
 from tests.sim.program import Program
@@ -51,6 +52,7 @@ class World:
         self.keys = Keys(run=f"sim-{seed}")
         self.engine = Engine()
         self.states = States.of(self)
+        self.links = Links.of(self)
         self.oracle = Oracle(self)
         self.program = Program(self)
         self.now_ms = 0

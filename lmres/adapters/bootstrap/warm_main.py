@@ -47,6 +47,20 @@ MARK_VARIABLE = "LMRES_SPARES_TOKEN"
 ALL_NAMES = "(all names)"
 """Stands for a look at which variables there are."""
 
+BY_PREFIX = {"tqdm.utils": "TQDM_"}
+"""Modules that go through all variables for those that begin so, and use no others. (tqdm comes in with torch wherever
+it is installed.) The agent compares such variables in any case, looked at or not."""
+
+OURS = (
+    "xxhash",
+    "lmres.gemini.edge.client",
+    "lmres.adapters.capture.restore",
+    "lmres.adapters.capture.copy",
+    "lmres.adapters.capture.fingerprint",
+    "lmres.adapters.resume.attach",
+)
+"""What the protection of the state will import. None of it changes torch before the worker attaches."""
+
 TOKEN_VARIABLE = "LMRES_WORKER_TOKEN"
 FDS_VARIABLE = "LMRES_WORKER_FDS"
 LENGTH = struct.Struct("!I")
@@ -120,6 +134,12 @@ def _refuse_customization(places: Places) -> None:
             raise Unfit(f"this interpreter has a {name} of its own ({spec.origin})")
 
 
+def _with_ours(names: Iterable[str]) -> Iterable[str]:
+    yield from names
+    if "torch" in sys.modules:
+        yield from OURS
+
+
 class Warmed:
     """The imports, and what they left behind."""
 
@@ -137,7 +157,7 @@ class Warmed:
         self._environ.begin()
         state = _random_state()
         try:
-            for name in names:
+            for name in _with_ours(names):
                 if name in sys.modules:
                     continue
                 guard.name = name
@@ -250,7 +270,7 @@ class EnvironWatch:
 
         def getitem(env: Any, key: Any) -> Any:
             name = os.fsdecode(key) if isinstance(key, (str, bytes)) else repr(key)
-            if name not in self.read:
+            if name not in self.read and not _looks_by_prefix():
                 self.read.add(name)
                 self.first[name] = _importing()
             return plain["__getitem__"](env, key)
@@ -266,13 +286,21 @@ class EnvironWatch:
         self._class.__getitem__, self._class.__iter__, self._class.__len__ = getitem, iterate, length
 
     def _note_listing(self) -> None:
-        if not self.listed:
+        if not self.listed and not _looks_by_prefix():
             self.listed = True
             self.first[ALL_NAMES] = _importing()
 
     def end(self) -> None:
         for name, function in self._plain.items():
             setattr(self._class, name, function)
+
+
+def _looks_by_prefix() -> bool:
+    """Whether who looks at the environment is one of ``BY_PREFIX``."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "os", "collections.abc"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_globals.get("__name__") in BY_PREFIX
 
 
 def _importing() -> str:

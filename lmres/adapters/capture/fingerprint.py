@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import xxhash
@@ -21,23 +22,34 @@ MAX_ELEMENTS = 64
 
 def fingerprint(roots: Iterable[torch.nn.Module]) -> int:
     """A 64-bit number: equal for equal parameters. Raises CaptureError for parameters that can not be captured."""
+    return digest(*sampled(roots))
+
+
+def sampled(roots: Iterable[torch.nn.Module]) -> tuple[int, list[tuple[dict[str, Any], str, torch.Tensor]]]:
+    """How many parameters there are, and those that the number is made of: each with its place in its module."""
     roots = tuple(roots)
     with quiet():
         shards = sharded_parameters(roots)
-        tensors = [
-            shards.get(id(tensor), tensor)
+        found = [
+            (module._parameters, key, shards.get(id(tensor), tensor))
             for root in roots
             for _, module in walk(root)
-            for tensor in module._parameters.values()
+            for key, tensor in module._parameters.items()
             if tensor is not None
         ]
-        step = max(1, -(-len(tensors) // MAX_TENSORS))
-        digest = xxhash.xxh3_64(str(len(tensors)).encode())
-        for tensor in tensors[::step]:
+        step = max(1, -(-len(found) // MAX_TENSORS))
+        return len(found), found[::step]
+
+
+def digest(count: int, chosen: Iterable[tuple[Any, str, torch.Tensor]]) -> int:
+    """Of what ``sampled`` gave."""
+    with quiet():
+        hashed = xxhash.xxh3_64(str(count).encode())
+        for _, _, tensor in chosen:
             part = core(local(tensor, "a parameter"))
-            digest.update(b"%d," % part.numel())
-            digest.update(_sample(part))
-        return digest.intdigest()
+            hashed.update(b"%d," % part.numel())
+            hashed.update(_sample(part))
+        return hashed.intdigest()
 
 
 def _sample(tensor: torch.Tensor) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class Attachment:
     def settle(self) -> None:
         """The program has failed: give its streams back, and end the capture that is under way, so that a state that
         is not finite is known before the failure is."""
+        if self.engine.skipping:
+            self.effects.say(f"lmres: the program failed on its way back, after step {self.engine.steps}")
         self.engine.end_return()
         self.engine.before_step()
 
@@ -59,6 +62,7 @@ def build(
     keeper = StateKeeper(torch, engine, settings, vault, restored, noted, report)
     keeper.prepare()
     engine.keeper = keeper
+    atexit.register(engine.ended)
     os.register_at_fork(after_in_child=lambda: _pass_through(engine))
     Narrator(engine, muted)
     return Attachment(engine, keeper, muted)
@@ -68,6 +72,7 @@ def _pass_through(engine: Engine) -> None:
     """A forked child is not the worker: nothing of it is read, skipped or captured."""
     engine.inside = 1 << 30
     engine.keeper = None
+    atexit.unregister(engine.ended)
 
 
 class Narrator:

@@ -4,11 +4,15 @@ The certificate of a fast-forward compares the program's Python values with thos
 clock differs and means nothing. Where such values go is found in the source: a name that is assigned from an
 expression with such a call, or with a name found before, is volatile. Names are taken by themselves, without scope, in
 one file: too many rather than too few, since the values that matter are replayed anyway.
+
+A program may also read its tensors by the clock (a line of progress every ten seconds). ``clocked_lines`` finds where;
+there a life may read what another one did not.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection, Iterable
 
 VOLATILE_CALLS = frozenset(
     [
@@ -46,6 +50,8 @@ VOLATILE_CALLS = frozenset(
         "urandom",
         "token_hex",
         "id",
+        "data_ptr",
+        "seed",
         "memory_allocated",
         "max_memory_allocated",
         "memory_reserved",
@@ -54,15 +60,66 @@ VOLATILE_CALLS = frozenset(
         "cpu_percent",
     ]
 )
+_MUTATORS = frozenset(["append", "appendleft", "extend", "insert", "add", "update", "record", "put", "setdefault"])
 MAX_ROUNDS = 8
 
 
 def volatile_names(source: str) -> frozenset[str]:
     """Variables and attributes of one file that may come from a clock. Empty if the source can not be parsed."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
+    tree = _parse(source)
+    return _volatile(tree) if tree is not None else frozenset()
+
+
+def clocked_lines(source: str) -> frozenset[int]:
+    """The lines of one file that run or not by the clock: what is under a condition on a volatile name or call, and
+    what follows when such a condition returns from the function or continues the loop; with the functions called there.
+    """
+    tree = _parse(source)
+    if tree is None:
         return frozenset()
+    names = set(_volatile(tree))
+    found: set[int] = set()
+    called: set[str] = set()
+
+    def mark(nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
+            found.update(range(first, last + 1))
+            called.update(_callee(call) for call in ast.walk(node) if isinstance(call, ast.Call))
+
+    for node in ast.walk(tree):
+        for body in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if not isinstance(body, list):
+                continue
+            for at, statement in enumerate(body):
+                if isinstance(statement, (ast.If, ast.While)) and _is_volatile(statement.test, names):
+                    mark([*statement.body, *statement.orelse])
+                    if any(isinstance(last, (ast.Return, ast.Continue)) for last in statement.body[-1:]):
+                        mark(body[at + 1 :])
+        if isinstance(node, ast.IfExp) and _is_volatile(node.test, names):
+            mark([node])
+    for _ in range(MAX_ROUNDS):
+        before = len(called)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in called:
+                mark(node.body)
+        if len(called) == before:
+            break
+    return frozenset(found)
+
+
+def _callee(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else str(getattr(call.func, "attr", ""))
+
+
+def _parse(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _volatile(tree: ast.Module) -> frozenset[str]:
     flows = list(_flows(tree))
     parameters = _parameters(tree)
     found: set[str] = set()
@@ -76,6 +133,17 @@ def volatile_names(source: str) -> frozenset[str]:
                 found.update(_into_parameters(node, parameters, found))
         if len(found) == before:
             break
+    return frozenset(found)
+
+
+def names_from(source: str, constants: Collection[str]) -> frozenset[str]:
+    """Variables and attributes that are assigned from an expression with one of these texts in it, such as
+    ``int(os.environ["RANK"])``; not what is made of them later."""
+    tree = _parse(source)
+    found: set[str] = set()
+    for targets, value in _flows(tree) if tree is not None else ():
+        if any(isinstance(node, ast.Constant) and node.value in constants for node in ast.walk(value)):
+            found.update(targets)
     return frozenset(found)
 
 
@@ -94,9 +162,15 @@ def _flows(tree: ast.AST) -> list[tuple[list[str], ast.expr]]:
                 for item in items:
                     if item.optional_vars is not None:
                         flows += _pairs(item.optional_vars, item.context_expr)
+            case ast.Call(func=ast.Attribute(value=target, attr=method)) if method in _MUTATORS:
+                flows += [([t for t in _targets(target) if t != "self"], value) for value in _given(node)]
             case _:
                 pass
     return flows
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[list[str], ast.expr]]:
@@ -145,7 +219,7 @@ def _parameters(tree: ast.AST) -> dict[str, list[list[str]]]:
 
 
 def _into_parameters(call: ast.Call, parameters: dict[str, list[list[str]]], names: set[str]) -> set[str]:
-    name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    name = _callee(call)
     found: set[str] = set()
     for own in parameters.get(name, ()):
         found.update(own[i] for i, value in enumerate(call.args) if i < len(own) and _is_volatile(value, names))

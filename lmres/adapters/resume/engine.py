@@ -11,7 +11,7 @@ Phases of one process:
 phase    until                                                     reads of scalars
 ======== ========================================================= ============================================
 setup    the first training forward                                real
-real     one whole step, where DDP orders its buckets by it        answered from the log
+real     one or two whole steps                                    answered from the log
 skip     the forward after the wanted step                         answered from the log
 live     the end                                                   real, and written to the log
 ======== ========================================================= ============================================
@@ -28,10 +28,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from lmres.adapters.resume.journal import Desync, Journal, JournalError, Mark, Replay
+from lmres.adapters.resume.certificate import WAYS_OUT
+from lmres.adapters.resume.journal import Desync, Journal, JournalError, Mark, Replay, Unread
 from lmres.errors import ResumeError
 
 BLIND_STEPS = 3
+MAX_REAL_STEPS = 16
 
 Phase = Literal["setup", "real", "skip", "live"]
 
@@ -99,7 +101,9 @@ class Engine:
         self._on_problem = on_problem
         self._attempts: dict[int, int] = {}
         self._marked = -1
+        self._real_since = 0
         self._desync: str | None = None
+        self._refused: str | None = None
         self._error: ResumeError | None = None
 
     # -- asked by the patches -----------------------------------------------------------------------------------------
@@ -110,7 +114,8 @@ class Engine:
 
     def forward(self, module: Any, arguments: tuple[Any, Any]) -> None:
         """A training forward of a root module begins. Raises ResumeError out of the program's call."""
-        if not any(root is module for root in self.roots):
+        is_new = not any(root is module for root in self.roots)
+        if is_new:
             self.roots.append(module)
         if self._error is not None:
             raise self._error
@@ -118,6 +123,10 @@ class Engine:
             self._begin(arguments)
         elif self.steps != self._marked:
             self._boundary(arguments)
+        if is_new and self.skipping and _is_unordered(module):
+            self.phase = "real"
+            self.skipping = False
+            self._real_since = self.steps
 
     def attempted(self, optimizer: Any) -> None:
         """An outermost optimizer step is over, whether or not it changed anything."""
@@ -144,6 +153,8 @@ class Engine:
         if self.replay is not None and self.phase != "live":
             try:
                 return self.replay.scalar(site)
+            except Unread:
+                pass
             except Desync as difference:
                 if self._desync is None:
                     self._desync = f"after step {self.steps}: {difference}"
@@ -182,11 +193,20 @@ class Engine:
             self.phase = "live"
             self._marked = self.steps
             return
+        if self._refused is not None:
+            if self.resume_step:
+                raise self._fail(f"{self._refused}. {WAYS_OUT}")
+            self.give_up(self._refused)
+            self.phase = "live"
+            return
         self.logging = True
         if self.resume_step == 0:
             self.started_at = 0
             self.phase = "live"
-            self._inside(keeper.begun, (None,))
+            try:
+                self._inside(keeper.begun, (None,))
+            except Exception as error:
+                self.give_up(f"what the program holds can not be looked at: {error!r}")
             self._mark()
             return
         if self.jump:
@@ -213,6 +233,7 @@ class Engine:
             )
         else:
             self.phase = "real"
+            self._real_since = self.steps
             self._returning = True
             for call in self.on_return:
                 call()
@@ -266,11 +287,13 @@ class Engine:
             except Desync as difference:
                 self._desync = f"after step {self.steps}: {difference}"
         if self._desync is not None:
-            raise self._fail(f"the program goes another way than in its first life, {self._desync}")
+            raise self._fail(f"the program goes another way than in its first life, {self._desync}. {WAYS_OUT}")
 
     def _skip_if_due(self) -> None:
-        """DDP orders its buckets by the first backward, so one step is made for real where there is a DDP."""
-        if self.skipping or (self.steps == (self.started_at or 0) and any(_is_ddp(root) for root in self.roots)):
+        """The first step is made for real, since optimizers make their state then; and as many more as it takes until
+        each DDP has ordered its buckets, which it does by its first backward, in the next forward."""
+        real = self.steps - self._real_since
+        if self.skipping or real == 0 or (real < MAX_REAL_STEPS and any(map(_is_unordered, self.roots))):
             return
         self.phase = "skip"
         self.skipping = True
@@ -305,6 +328,8 @@ class Engine:
             self.journal.mark(self.steps, self._inside(self.keeper.fingerprint, ()), self.iterators)
         except JournalError as error:
             self.give_up(str(error))
+        except Exception as error:
+            self.give_up(f"the step can not be noted: {error!r}")
 
     def _fail(self, message: str) -> ResumeError:
         return self._failed(ResumeError(message))
@@ -317,6 +342,21 @@ class Engine:
             self.on_failure(error)
         return error
 
+    def ended(self) -> None:
+        """The program has ended by itself. If it was on its way back, what it has to show is void."""
+        if self._returning:
+            self._fail(
+                f"the program ended after step {self.steps} of its way back, and did not come to step"
+                f" {self.resume_step}: its loop is shorter now, or ends by the clock. {WAYS_OUT}"
+            )
+
+    def refuse(self, reason: str) -> None:
+        """The program uses something that can not be brought back."""
+        if self.phase == "setup":
+            self._refused = reason
+        else:
+            self.give_up(reason)
+
     def give_up(self, reason: str) -> None:
         """Training goes on without protection. In the middle of a way back that is no choice: then it fails."""
         if self.phase in ("real", "skip"):
@@ -328,6 +368,10 @@ class Engine:
         self._on_problem(reason)
 
 
-def _is_ddp(module: Any) -> bool:
+def _is_unordered(module: Any) -> bool:
+    """A DDP that has yet to order its buckets. It does not where it looks for unused parameters each time."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
-    return parallel is not None and isinstance(module, parallel.DistributedDataParallel)
+    if parallel is None or not isinstance(module, parallel.DistributedDataParallel):
+        return False
+    orders = module.static_graph or not module.find_unused_parameters
+    return orders and not getattr(module, "_has_rebuilt_buckets", True)

@@ -45,6 +45,10 @@ class Desync(Exception):
     """The program does not read what it read in its first life."""
 
 
+class Unread(Exception):
+    """The first life did not read this, and need not have: it is read by the clock."""
+
+
 class Mark(NamedTuple):
     """``iterators``: loader iterators created before; ``end``: offset of the first entry after the mark."""
 
@@ -130,6 +134,8 @@ class Replay:
         self._length = length
         self._at = 0
         self.marks = tuple(_marks(memory, length))
+        self.loose: frozenset[int] = frozenset()
+        """Sites where the program reads by the clock: in one life, and not in another."""
 
     @property
     def position(self) -> int:
@@ -144,21 +150,39 @@ class Replay:
         self._at = mark.end
 
     def scalar(self, site: int) -> Any:
-        """The value read next in the first life. Raises Desync if something else was read there, or nothing."""
-        if self._at >= self._length:
-            raise Desync("a value is read that the first life did not read before this point")
-        tag = bytes(self._memory[self._at : self._at + 1])
-        if tag in (b"S", b"r"):
-            raise Desync("a value is read that the first life did not read in this step")
+        """The value read next in the first life. Raises Desync if something else was read there, or nothing; Unread
+        if that means nothing at this site."""
+        site &= 0xFFFF
+        self._pass_loose(site)
+        tag = self._tag()
+        if tag in (b"", b"S", b"r"):
+            if site in self.loose:
+                raise Unread
+            what = "before this point" if tag == b"" else "in this step"
+            raise Desync(f"a value is read in line {site} that the first life did not read {what}")
         found, value, size = _read(self._memory, self._at, tag)
-        if found != site & 0xFFFF:
+        if found != site:
+            if site in self.loose:
+                raise Unread
             raise Desync(f"a value is read in line {site}, the first life read one in line {found}")
         self._at += size
         return value
 
+    def _tag(self) -> bytes:
+        return bytes(self._memory[self._at : self._at + 1]) if self._at < self._length else b""
+
+    def _pass_loose(self, site: int | None = None) -> None:
+        """Past values that only the first life has read, by the clock."""
+        while self.loose and self._tag() not in (b"", b"S", b"r"):
+            found, _, size = _read(self._memory, self._at, self._tag())
+            if found == site or found not in self.loose:
+                return
+            self._at += size
+
     def generators(self) -> bytes | None:
         """The states noted here, None if none were."""
-        if self._at >= self._length or bytes(self._memory[self._at : self._at + 1]) != b"r":
+        self._pass_loose()
+        if self._tag() != b"r":
             return None
         _, _, size = _JSON.unpack_from(self._memory, self._at)
         start = self._at + _JSON.size
@@ -167,6 +191,7 @@ class Replay:
 
     def pass_mark(self, step: int) -> None:
         """A training forward begins after ``step``. Raises Desync if the first life was elsewhere then."""
+        self._pass_loose()
         mark = next((m for m in self.marks if m.start == self._at), None) if self._at < self._length else None
         if mark is None:
             left = sum(m.start > self._at for m in self.marks)

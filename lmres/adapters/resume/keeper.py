@@ -6,16 +6,18 @@ the arguments of the forward that begins, the loaders' notes, and the plain valu
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
-from lmres.adapters.resume import clocks, frames, rng
-from lmres.adapters.resume.certificate import Difference, OwnStart, differences, summary, variable
+from lmres.adapters.resume import attributes, clocks, frames, rng
+from lmres.adapters.resume.certificate import WAYS_OUT, Difference, OwnStart, differences, same, summary, variable
 from lmres.adapters.resume.constants import Constants
 from lmres.adapters.resume.engine import Engine
 from lmres.adapters.resume.journal import Journal, JournalError, Mark, Replay
@@ -27,12 +29,8 @@ from lmres.errors import LmresError, ResumeError, StateError
 RESERVE_ROOM = 1.25
 RESERVE_EXTRA_BYTES = 256 * 1024
 RNG_NOTES = "states of the generators"
-WAYS_OUT = (
-    "Ways out: let the program read LMRES_RESUME_STEP and start its loop there (workers.resume: env); save and load its"
-    " own checkpoint; register what it keeps with lmres.session().add_state(name, object); or start anew with"
-    " workers.resume: none"
-)
-
+FIRST_NOTES = "values when the loop began"
+KNOWN_FOR = 256
 LIFE_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -104,6 +102,8 @@ class StateKeeper:
         self._pace = Pace(settings.interval_steps, settings.overhead_budget)
         self._constants = Constants()
         self._first_values: dict[str, Any] = {}
+        self._first_notes: Any = None
+        self._modules: _Modules | None = None
         self._layout: Any = None
         self._asked: tuple[int, int] | None = None
         self._pending: _Capture | None = None
@@ -123,9 +123,10 @@ class StateKeeper:
 
         try:
             self._loaded = restore.read(restored.own, restored.shared)
-            self._then: Mapping[str, Any] = self._loaded.meta["extra"]
+            self._then: Mapping[str, Any] = json.loads(self._loaded.meta["extra"])
             engine.replay = Replay(self._vault.log, restored.log_length)
-            notes = self._loaded.tensors[dict(self._loaded.meta["extra_tensors"])[RNG_NOTES]].numpy().tobytes()
+            notes = self._note(RNG_NOTES)
+            self._read_values(json.loads(self._note(FIRST_NOTES)))
             size = int(self._then["initial_rng"])
             self._initial_rng = notes[:size]
             rng.set_rng(self._torch, rng.unpack(self._torch, self._initial_rng))
@@ -133,15 +134,40 @@ class StateKeeper:
         except (LmresError, JournalError, KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state of step {restored.step} can not be read: {error!r}") from error
 
+    def _note(self, name: str) -> bytes:
+        """Of what was captured."""
+        found = self._loaded.tensors[dict(self._loaded.meta["extra_tensors"])[name]]
+        return bytes(found.numpy().tobytes())
+
+    def _read_values(self, first: Mapping[str, Any]) -> None:
+        changed, gone = self._then["changed"], frozenset(self._then["gone"])
+        self._settled_then = frozenset(p for p in first if p not in changed and p not in gone)
+        values = {**{p: v for p, v in first.items() if p not in gone}, **changed}
+        self._values_then = {path: _unspell(value) for path, value in values.items()}
+
     def begun(self, mark: Mark | None) -> None:
         held = self._walk()
         self._constants.begin(held.tensors)
         self._first_values = held.values
+        replay = self._engine.replay
+        if replay is not None:
+            lines = [clocks.clocked_lines(_source(file)) for file in sorted(held.files)]
+            replay.loose = frozenset(line & 0xFFFF for found in lines for line in found)
+        text = json.dumps({path: _spell(value) for path, value in held.values.items()}, separators=(",", ":"))
+        self._first_notes = self._torch.frombuffer(bytearray(text.encode("ascii")), dtype=self._torch.uint8)
 
     def fingerprint(self) -> int:
-        from lmres.adapters.capture.fingerprint import fingerprint
+        from lmres.adapters.capture.fingerprint import digest, sampled
+        from lmres.errors import CaptureError
 
-        return int(fingerprint(tuple(self._engine.roots[:1])))
+        try:
+            modules = self._known()
+            chosen = modules.chosen
+            if chosen is None or any(place.get(key) is not tensor for place, key, tensor in chosen[1]):
+                chosen = modules.chosen = sampled(self._engine.roots[:1])
+            return int(digest(*chosen))
+        except CaptureError:  # parameters that get their size in the first forward
+            return 0
 
     def step_of_optimizers(self) -> int | None:
         steps = [
@@ -248,17 +274,16 @@ class StateKeeper:
     # -- what belongs to it -------------------------------------------------------------------------------------------
 
     def _walk(self) -> frames.Held:
-        return frames.walk(self._torch, self._known())
+        modules = self._known()
+        return frames.walk(self._torch, modules.tensors, modules.modules)
 
-    def _known(self) -> set[int]:
-        known: set[int] = set()
-        for root in self._engine.roots:
-            for module in root.modules():
-                known.update(id(p) for p in module._parameters.values())
-                known.update(id(b) for b in module._buffers.values())
-        for optimizer in self._engine.optimizers:
-            known.update(id(p) for group in optimizer.param_groups for p in group["params"])
-        return known
+    def _known(self) -> _Modules:
+        """Looked at once at each boundary."""
+        found, steps = self._modules, self._engine.steps
+        if found is None or (found.looked_at != steps and not found.holds(self._engine)):
+            found = self._modules = _Modules(self._engine)
+        found.looked_at = steps
+        return found
 
     def _state(self, held: frames.Held, arguments: tuple[Any, Any]) -> Any:
         from lmres.adapters.capture.state import State
@@ -270,10 +295,14 @@ class StateKeeper:
         tensors |= {n: t for n, t in _arguments(torch, arguments).items() if id(t) not in own}
         generators = {p: g for p, g in held.generators.items() if isinstance(g, torch.Generator)}
         table, notes = self._loaders.notes()
-        settled = [p for p, v in self._first_values.items() if p in held.values and held.values[p] == v]
+        first, values = self._first_values, held.values
         extra = {
-            "values": {path: _spell(value) for path, value in held.values.items()},
-            "settled": settled,
+            "changed": {
+                p: _spell(v)
+                for p, v in values.items()
+                if p not in first or (v is not first[p] and not same(v, first[p]))
+            },
+            "gone": [p for p in first if p not in values],
             "tensors": {path: [list(t.shape), str(t.dtype)] for path, t in tensors.items()},
             "generators": sorted(generators),
             "python_generators": {
@@ -293,8 +322,9 @@ class StateKeeper:
             extra_tensors={
                 **{path: t.detach() for path, t in tensors.items()},
                 RNG_NOTES: torch.frombuffer(bytearray(self._initial_rng + notes), dtype=torch.uint8),
+                FIRST_NOTES: self._first_notes,
             },
-            extra=extra,
+            extra=json.dumps(extra, separators=(",", ":")),
             states=dict(self.states),
         )
 
@@ -306,7 +336,11 @@ class StateKeeper:
 
         began = time.perf_counter()
         then, held = self._then, self._walk()
-        found = self._differences(held, mark) if not self._engine.jump else []
+        if attributes.put_back(
+            held.attributes, self._values_then, held.values, settled=self._settled_then, tensors=then["tensors"]
+        ):
+            held = self._walk()
+        found = self._differences(held, arguments, mark) if not self._engine.jump else []
         if found:
             raise ResumeError(
                 f"step {step} was reached, but the program does not stand where it stood: {summary(found)}. {WAYS_OUT}"
@@ -346,34 +380,35 @@ class StateKeeper:
         tensors = [pair for pair in loaded.meta["extra_tensors"] if pair[0] in names]
         return replace(loaded, meta={**loaded.meta, "extra_tensors": tensors})
 
-    def _differences(self, held: frames.Held, mark: Mark | None) -> list[Difference]:
+    def _differences(self, held: frames.Held, arguments: tuple[Any, Any], mark: Mark | None) -> list[Difference]:
         then = self._then
-        values = {path: _unspell(value) for path, value in then["values"].items()}
         variables = frozenset(variable(p) for kind in (held.values, held.tensors, held.arrays) for p in kind)
         own_start = None
         if mark is not None:
-            own_start = OwnStart(
-                settled_then=frozenset(then["settled"]), first_now=self._first_values, variables_now=variables
-            )
+            own_start = OwnStart(settled_then=self._settled_then, first_now=self._first_values, variables_now=variables)
         names: set[str] = set()
+        named_after: set[str] = set(LIFE_VARIABLES)
         for file in held.files:
-            names |= _volatile_names(file)
+            source = _source(file)
+            names |= clocks.volatile_names(source)
+            named_after |= clocks.names_from(source, LIFE_VARIABLES)
         found = differences(
-            values,
+            self._values_then,
             held.values,
             volatile=frozenset(names),
+            named_after_life=frozenset(named_after),
             life_then=then["life"],
             life_now=_life(),
             own_start=own_start,
         )
-        places = {**held.tensors, **held.arrays}
+        places = {**held.tensors, **held.arrays, **_arguments(self._torch, arguments)}
         for path, (shape, dtype) in then["tensors"].items():
             place = places.get(path)
-            if path.startswith("argument ") or (place is not None and list(place.shape) == shape):
+            if place is not None and list(place.shape) == shape and _dtype(place) == dtype:
                 continue
             if own_start is not None and variable(path) not in variables:
                 continue
-            now = f"of shape {list(place.shape)}" if place is not None else "(absent)"
+            now = f"a {_dtype(place)} tensor of shape {list(place.shape)}" if place is not None else "(absent)"
             found.append(Difference(path=path, then=f"a {dtype} tensor of shape {shape}", now=now))
         return found
 
@@ -382,11 +417,54 @@ class StateKeeper:
         self._pending = None
 
 
+class _Modules:
+    """The modules, parameters and buffers that belong to roots and optimizers, by id.
+
+    They are looked for again when the modules' structure has changed, and now and then. The objects are kept, so that
+    no id is used twice meanwhile.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.looked_at = engine.steps
+        self.chosen: Any = None
+        """What the parameters' fingerprint is made of."""
+        self._left = KNOWN_FOR
+        self._owners = [*engine.roots, *engine.optimizers]
+        self._kept = list({id(m): m for root in engine.roots for m in root.modules()}.values())
+        tensors = [t for m in self._kept for own in (m._parameters, m._buffers) for t in own.values()]
+        tensors += [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._children = [m._modules for m in self._kept]
+        self._structure = self._look()
+        self._tensors = tensors
+        self.tensors = frozenset(map(id, tensors))
+        self.modules = frames.Captured(self._kept)
+
+    def holds(self, engine: Engine) -> bool:
+        self._left -= 1
+        now = [*engine.roots, *engine.optimizers]
+        return (
+            self._left > 0
+            and len(now) == len(self._owners)
+            and all(map(is_, now, self._owners))
+            and self._look() == self._structure
+        )
+
+    def _look(self) -> list[int]:
+        found = [id(child) for children in self._children for child in children.values()]
+        found += [len(own) for m in self._kept for own in (m._parameters, m._buffers)]
+        return found
+
+
 def _arguments(torch: Any, arguments: tuple[Any, Any]) -> dict[str, Any]:
     from torch.utils import _pytree as pytree
 
     leaves = pytree.tree_leaves(arguments)
     return {f"argument {i}": leaf for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)}
+
+
+def _dtype(place: Any) -> str:
+    name = str(place.dtype)
+    return name if name.startswith("torch.") else f"torch.{name}"
 
 
 def _is_usable(array: Any) -> bool:
@@ -410,12 +488,12 @@ def _life() -> dict[str, str]:
     return {**life, "pid": str(os.getpid()), "host": socket.gethostname()}
 
 
-def _volatile_names(file: str) -> frozenset[str]:
+def _source(file: str) -> str:
     try:
         with open(file, encoding="utf-8", errors="replace") as source:
-            return clocks.volatile_names(source.read())
+            return source.read()
     except OSError:
-        return frozenset()
+        return ""
 
 
 def _spell(value: Any) -> Any:

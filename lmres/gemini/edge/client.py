@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmres.errors import RecordError, VaultError
+from lmres.errors import RecordError, StateError, VaultError
 from lmres.gemini import session
 from lmres.gemini.edge import unix
 from lmres.gemini.edge.channel import LineReader
@@ -176,14 +176,15 @@ class WorkerVault:
         return self._log
 
     def await_restore(self, timeout_s: float = 600.0) -> Restored | None:
-        """The image this generation begins from; None when it begins from step 0. Raises VaultError when it failed."""
+        """The image this generation begins from; None when it begins from step 0. Raises StateError when no
+        source had it whole, VaultError when the vault gave no answer."""
         self._restore_answer = None
         self._send({"op": "await"})
         what = f"the state of rank {self.rank} for generation {self.generation}"
         self._wait(lambda: self._restore_answer is not None, timeout_s, what)
         answer = self._answer()
         if answer not in ("restored", "nothing"):
-            raise VaultError(answer)
+            raise StateError(answer)
         return self._restored if answer == "restored" else None
 
     def close(self) -> None:

@@ -83,7 +83,11 @@ class VaultCore:
         for link in [link for link in self._links if link.rank is found]:
             link.close("another worker of this rank came")
         channel.send({"op": "welcome"})
-        self._links.add(WorkerLink(self, channel, found, pid=pid, loop=self._services.loop))
+        link = WorkerLink(self, channel, found, pid=pid, loop=self._services.loop)
+        self._links.add(link)
+        if channel.closed:  # it was gone before it was let in, and nobody would tell of it later
+            self.worker_gone(link, "it did not wait for its welcome")
+            return
         self._send_gate()
         self.changed()
 
@@ -324,7 +328,9 @@ class VaultCore:
         return rank.last_step, keys
 
     def _on_verdict(self, verdict: Verdict, gate_moved: bool) -> None:
-        self.ever = self.ever or verdict.safe is not None
+        if verdict.safe is not None and not self.ever:
+            self.ever = True
+            self._services.tell("safe", {})
         if verdict.safe is not None and verdict.safe.origin == self.generation:
             for number in list(self._retired):
                 self._retired.pop(number).close()

@@ -5,8 +5,8 @@ Rules:
 1. A live vault of the same run and node in the folder is adopted with all it holds; any other is left to its own end.
 2. Every call ends in time, with an answer or a ``VaultError``. When the vault is dead each call says so at once.
 3. What the vault tells by itself comes as calls of ``on_event(kind, fields)`` from a thread of this module. Kinds:
-   ``captured``, ``restored``, ``problem``, ``refused`` (no memory for a rank: the numbers), ``copies`` (how many there
-   are of how many wanted), ``durable``, and at last ``gone``.
+   ``captured``, ``safe`` (for the first time), ``restored``, ``problem``, ``refused`` (no memory for a rank: the
+   numbers), ``copies`` (how many there are of how many wanted), ``durable``, and at last ``gone``.
 """
 
 from __future__ import annotations
@@ -213,6 +213,8 @@ class Vault:
                 self._sock.sendall(session.encode({**message, "id": number}))
         except OSError as error:
             self._calls.pop(number, None)
+            if isinstance(error, ConnectionError):
+                self._thread.join(1.0)  # which finds the same: then it is not alive
             why = "is gone" if isinstance(error, ConnectionError) else "does not read what it is told"
             raise VaultError(f"the vault (process {self.pid}) {why}: {error.strerror or error}") from error
         end_s = time.monotonic() + timeout_s

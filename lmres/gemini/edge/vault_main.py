@@ -3,7 +3,8 @@
 Rules:
 
 1. It ends when its agent says so, or when there was no agent for ``linger_s`` (for a moment, if no other vault of the
-   run with an agent is there: then the run is over); never because a worker or its parent dies. Signals that end a terminal's or a job's processes are ignored: the agent gets them too. SIGKILL always works.
+   run with an agent is there: then the run is over); never because a worker or its parent dies. Signals that end a
+   terminal's or a job's processes are ignored: the agent gets them too. SIGKILL always works.
 2. It has a session and descriptors of its own, and no code of the training program in it.
 3. Time is counted in what the loop really attended: a process that was stopped does not hold that against others.
 

@@ -114,7 +114,13 @@ class Crew:
     # -- a generation -------------------------------------------------------------------------------------------------
 
     def begin(
-        self, generation: int, expected: int, env: Mapping[str, str], *, restored: tuple[int, int] | None = None, origin: int = 0
+        self,
+        generation: int,
+        expected: int,
+        env: Mapping[str, str],
+        *,
+        restored: tuple[int, int] | None = None,
+        origin: int = 0,
     ) -> None:
         """The next ``expected`` workers that torch starts belong to ``generation``. ``restored``: step and origin of
         the state that they go on from, None at step 0; ``origin``: of the states that they capture."""
@@ -260,8 +266,8 @@ class Crew:
 
     def _ban_unreadable(self, message: dict[str, Any]) -> None:
         restored = self._restored
-        if restored is not None and message.get("type") == "lmres.errors.StateError":
-            self._ban([restored], f"it could not be read: {str(message.get('message', ''))[:500]}")
+        if restored is not None and not self._stopping and message.get("type") == "lmres.errors.StateError":
+            self._ban([restored], f"it could not be had whole: {str(message.get('message', ''))[:500]}")
 
     def _ban_nonfinite(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         """The state that was restored is taken for the reason, and what was captured since comes from it."""

@@ -172,7 +172,8 @@ class Narrator:
             log.warning("vault: %s", reason)
             self._events.emit("protection_off", generation, adapter="vault", parts=["checkpoint"], reason=reason)
         elif kind == "copies":
-            log.info("vault: copies %s", dict(fields))
+            reason = f": {fields['reason']}" if fields.get("reason") else ""
+            log.info("vault: %s of %s copies of the state are kept%s", fields.get("held"), fields.get("wanted"), reason)
 
     def _mark(self, outcome: Outcome, crew: Crew) -> None:
         """Keeps the moments of a recovery, and reports it when the new workers have made their first step."""

@@ -3,6 +3,7 @@
 - the *control* thread runs the rounds against the store, one at a time, and carries out what they say;
 - the *watch* thread waits at the store for changes and wakes the control thread (a hint, nothing depends on it);
 - the *pulse* thread tells the guardian that this process is not frozen;
+- the *neighbours* thread keeps connections to other agents, whose end is evidence;
 - the workers' monitor sees exits and reports.
 
 torch's main thread only waits in ``next_group`` and asks for a ``verdict``. Whatever ends one of these threads is kept
@@ -38,6 +39,7 @@ from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
 from lmres.rendezvous.edge.master_port import MasterPort
 from lmres.rendezvous.edge.narrator import Narrator
+from lmres.rendezvous.edge.neighbours import Neighbours
 from lmres.rendezvous.edge.registration import boot_name, make_member, make_settings, process_is_dead
 from lmres.rendezvous.edge.state_dir import default_state_dir, lock_state_dir, prepare_state_dir, write_private_json
 from lmres.rendezvous.edge.stores.file import FileStore
@@ -129,6 +131,7 @@ class Node:
         self._store: Store = connection.store
         self._watch_store: Store = connection.store.clone()
         self._server: subprocess.Popen[bytes] | None = connection.server
+        self._neighbours = Neighbours(run=self.options.run_key, address=connection.address, poke=self._poke)
         me = make_member(
             node_id=self.node_id,
             incarnation=incarnation,
@@ -137,6 +140,7 @@ class Node:
             boot=self._boot,
             failure_domain=self.options.failure_domain or self.node_id,
             state_dir=self.state_dir,
+            pulse_port=self._neighbours.port,
         )
         self._agent = Agent(
             settings=make_settings(
@@ -199,6 +203,7 @@ class Node:
         )
         self._guardian.start()
         self._crew.start()
+        self._neighbours.start()
         atexit.register(self.close, "exit")
         self._control = threading.Thread(target=self._run, name="lmres-control", daemon=True)
         watch = threading.Thread(target=self._guarded(self._watch), name="lmres-watch", daemon=True)
@@ -269,6 +274,7 @@ class Node:
             lambda: self._crew.join_stop(self.policy.workers.stop_grace_s + CLOSE_S),
             self._tell_left,
             self._crew.close,
+            self._neighbours.close,
             self._close_vault,
             self._guardian.close,
             self._watch_store.close,
@@ -464,6 +470,7 @@ class Node:
             holdings=self._safe.holdings if self._safe is not None else None,
             banned=crew.banned,
             keeping=self._safe.keeping if self._safe is not None else None,
+            broken=self._neighbours.broken,
             leave=self._leave,
         )
 
@@ -473,9 +480,12 @@ class Node:
             if config is not None and self._agent.ledger.registered:
                 self._safe.confirm(config.token)
             if outcome.plan is not None:
-                self._safe.follow(safekeeping.scene_of(outcome.plan, outcome.slot, self._agent.view))
+                scene = safekeeping.scene_of(outcome.plan, outcome.slot, self._agent.view)
+                self._safe.follow(scene)
+                self._safe.mind(scene)
             if outcome.freeze is not None:
                 self._safe.freeze(outcome.freeze)
+        self._neighbours.follow(self._agent.me, self._agent.view.live_members())
         self._narrator.tell(outcome, self._crew)
         parked = outcome.standing == "standby" and outcome.plan is not None
         if parked and not self._parked and self._warm is not None:

@@ -64,7 +64,15 @@ def make_settings(
 
 
 def make_member(
-    *, node_id: str, incarnation: str, address: str, host: str, boot: str, failure_domain: str, state_dir: Path
+    *,
+    node_id: str,
+    incarnation: str,
+    address: str,
+    host: str,
+    boot: str,
+    failure_domain: str,
+    state_dir: Path,
+    pulse_port: int,
 ) -> Member:
     """This process's registration."""
     process = read_process(os.getpid())
@@ -78,6 +86,7 @@ def make_member(
         pid_start=process.started if process is not None else 0,
         failure_domain=failure_domain,
         state_dir=str(state_dir),
+        pulse_port=pulse_port,
     )
 
 

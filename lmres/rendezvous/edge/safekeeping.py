@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lmres.adapters.resume.settings import Settings
-from lmres.errors import LmresError
+from lmres.errors import LmresError, VaultError
 from lmres.gemini.edge.vault import SOCKET_NAME, Vault
 from lmres.gemini.inventory import Holdings, topology_text
 from lmres.gemini.placement import Host, placement
@@ -36,12 +36,16 @@ CLOSE_S = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What a plan means for the vaults: ``holdings`` and ``domains`` of all live nodes, by node id."""
+    """What a plan means for the vaults: ``holdings`` and ``domains`` of all live nodes, by node id.
+
+    ``standbys``: those that are there now, whether or not they were when the plan was made.
+    """
 
     plan: Plan
     slot: int | None
     holdings: Mapping[str, Holdings]
     domains: Mapping[str, str]
+    standbys: tuple[str, ...] = ()
 
 
 def assignment(scene: Scene, node_id: str, *, local_world_size: int, replicas: int) -> Assignment:
@@ -49,7 +53,7 @@ def assignment(scene: Scene, node_id: str, *, local_world_size: int, replicas: i
     plan = scene.plan
     size = len(plan.active)
     active = [Host(node_id=n.node_id, domain=scene.domains.get(n.node_id, n.node_id)) for n in plan.active]
-    spare = [Host(node_id=n, domain=scene.domains.get(n, n)) for n in plan.standby if n in scene.holdings]
+    spare = [Host(node_id=n, domain=scene.domains.get(n, n)) for n in scene.standbys if _peer(scene.holdings.get(n))]
     partners = placement(active, replicas, spare).get(node_id, ())
     hub = plan.active[0].node_id
     return Assignment(
@@ -115,13 +119,15 @@ class Safekeeping:
         self._poke = poke
         self._vault: Vault | None = None
         self._told: Holdings | None = None
-        self._ever = False
+        self._ever = False  # outlives the vault
         self._problem = ""
         self.keeping: Keeping | None = None
         """For people, no older than a few seconds."""
         self._token = ""
         self._frozen = -1
-        self._followed = 0
+        self._followed = self._begun = 0
+        self._holders: tuple[Peer, ...] = ()
+        self._prepared: tuple[int, Vault | None] = (0, None)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lmres-vault-orders", daemon=True)
 
@@ -162,7 +168,18 @@ class Safekeeping:
         """The workers of a plan are about to start: what they capture is kept."""
         self.follow(scene)
         self._frozen, self._told = -1, None
+        self._begun, self._holders = scene.plan.generation, _standby_peers(scene)
         self._orders.put(lambda: self._assign(scene))
+
+    def mind(self, scene: Scene) -> None:
+        """Standbys come and go while workers run: who is to hold copies is assigned anew. Not once the vault is frozen:
+        what was told must not change."""
+        if scene.slot is None or scene.plan.generation != self._begun or self._frozen >= 0:
+            return
+        holders = _standby_peers(scene)
+        if holders != self._holders:
+            self._holders = holders
+            self._orders.put(lambda: self._assign_anew(scene))
 
     def settings(self, plan: Plan) -> Settings:
         """For the workers of a generation."""
@@ -186,6 +203,8 @@ class Safekeeping:
             self._thread.join(CLOSE_S)
         if self._vault is not None:
             self._vault.end()
+            with contextlib.suppress(OSError):  # a vault that was killed has left it
+                (self._state_dir / SOCKET_NAME).unlink()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +233,7 @@ class Safekeeping:
                 run_id=self._run_id,
                 node_id=self._me().node_id,
                 address=self._me().address,
-                on_event=self._on_event,
+                on_event=self._hear,
                 memory_limit_fraction=checkpoint.memory_limit_fraction,
                 linger_s=LINGER_S,
                 durable_directory=directory,
@@ -222,6 +241,11 @@ class Safekeeping:
                 durable_keep=checkpoint.durable.keep,
             )
         return self._vault
+
+    def _hear(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """From the vault, in its thread."""
+        self._ever = self._ever or kind in ("safe", "restored")
+        self._on_event(kind, fields)
 
     def _wake(self) -> None:
         self._living()
@@ -255,16 +279,47 @@ class Safekeeping:
     def _prepare(self, scene: Scene) -> None:
         order = preparation(scene, local_world_size=self._local_world_size)
         if order is not None:
-            self._living().prepare(order)
+            vault = self._living()
+            vault.prepare(order)
+            self._prepared = (scene.plan.generation, vault)
 
     def _assign(self, scene: Scene) -> None:
-        self._living().assign(
+        try:
+            self._assign_to(self._living(), scene)
+        except VaultError:
+            if self._vault is not None and self._vault.alive:
+                raise
+            self._assign_to(self._living(), scene)  # killed just now
+
+    def _assign_to(self, vault: Vault, scene: Scene) -> None:
+        if self._prepared != (scene.plan.generation, vault):  # another one by now, or it could not be told
+            self._prepare(scene)
+        if scene.slot is None and self._told is None:
+            self._told = self._where(vault)
+            self._poke()
+        vault.assign(
             assignment(
                 scene,
                 self._me().node_id,
                 local_world_size=self._local_world_size,
                 replicas=self._policy.checkpoint.replicas,
             )
+        )
+
+    def _assign_anew(self, scene: Scene) -> None:
+        if self._vault is not None and self._vault.alive:
+            self._assign(scene)
+
+    def _where(self, vault: Vault) -> Holdings:
+        """Nothing but where copies can be kept."""
+        me = self._me()
+        return Holdings(
+            node_id=me.node_id,
+            incarnation=me.incarnation,
+            generation=0,
+            address=vault.address,
+            port=vault.port,
+            ever=self._ever,
         )
 
     def _look(self) -> None:
@@ -298,7 +353,17 @@ def scene_of(plan: Plan, slot: int | None, view: View) -> Scene:
     members, found = view.live_members(), view.holdings()
     told = {m.node_id: found[m.node_id][1] for m in members if m.node_id in found}
     holdings = {m.node_id: told[m.node_id] for m in members if _told_by(told.get(m.node_id), m)}
-    return Scene(plan=plan, slot=slot, holdings=holdings, domains={m.node_id: m.failure_domain for m in members})
+    return Scene(
+        plan=plan,
+        slot=slot,
+        holdings=holdings,
+        domains={m.node_id: m.failure_domain for m in members},
+        standbys=tuple(m.node_id for m in view.standbys()),
+    )
+
+
+def _standby_peers(scene: Scene) -> tuple[Peer, ...]:
+    return tuple(p for n in sorted(scene.standbys) if (p := _peer(scene.holdings.get(n))) is not None)
 
 
 def _told_by(holdings: Holdings | None, member: Member) -> bool:

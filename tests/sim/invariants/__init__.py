@@ -19,6 +19,7 @@ from tests.sim.invariants.same_state import SameState
 from tests.sim.invariants.stable_slots import StableSlots
 from tests.sim.invariants.state_in_reach import StateInReach
 from tests.sim.invariants.state_is_newest import StateIsNewest
+from tests.sim.invariants.witnesses_and_lease import WitnessesAndLease
 from tests.sim.oracle import Invariant
 
 ALL: tuple[type[Invariant], ...] = (
@@ -29,6 +30,7 @@ ALL: tuple[type[Invariant], ...] = (
     OldWorkersGone,
     NamesAreOwned,
     NoFalseLoss,
+    WitnessesAndLease,
     QuarantineHolds,
     QuietStandbys,
     HonestSuccess,

@@ -36,7 +36,9 @@ class AllHaveTold(Invariant):
         head, told = deciding.agent.view.head(), set(truth.told(deciding))
         busy = {n.node_id for n in (*head.active, *plan.active)} if head is not None else {m.node_id for m in members}
         generation = head.generation if head is not None else 0
-        since_ms = self._trouble_ms.get((self.oracle.epoch, generation), 0)
+        group = (self.oracle.epoch, generation)
+        # A group that does not form is trouble too, of which no record tells.
+        since_ms = min(self._trouble_ms.get(group, 0), self.oracle.asked_ms.get(group, self.world.now_ms))
         for member in members:
             if member.node_id in told:
                 continue

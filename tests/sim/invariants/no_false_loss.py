@@ -27,6 +27,8 @@ class NoFalseLoss(Invariant):
             return  # what was written over a heartbeat hides it
         if process is None or not process.alive or process.end_epoch or beat_ms is None:
             return
+        if gone.witnesses:
+            return  # judged by ``witnesses_and_lease``
         s, now_ms = self.world.scenario, self.world.now_ms
         if (
             s.clean_network

@@ -79,3 +79,20 @@ def test_a_summary_is_short() -> None:
 def test_sequences_are_compared_item_by_item() -> None:
     assert same([1, (2, math.nan)], [1, (2, math.nan)])
     assert not same([1, 2], [1, 2, 3])
+
+
+def test_a_short_name_of_a_life_is_one_only_where_the_source_says_so() -> None:
+    lives: dict[str, Any] = {"life_then": {"restarts": "0"}, "life_now": {"restarts": "1"}}
+    assert compare({"0:f.bad": 0, "0:f.restarts": 0}, {"0:f.bad": 1, "0:f.restarts": 1}, **lives) == [
+        "0:f.bad",
+        "0:f.restarts",
+    ]
+    named = {**lives, "named_after_life": frozenset({"restarts"})}
+    assert compare({"0:f.bad": 0, "0:f.restarts": 0}, {"0:f.bad": 1, "0:f.restarts": 1}, **named) == ["0:f.bad"]
+
+
+def test_a_text_with_names_of_a_life_is_the_same_but_for_them() -> None:
+    lives = {"life_then": {"port": "4001", "host": "node-a"}, "life_now": {"port": "4002", "host": "node-b"}}
+    assert compare({"0:f.x": "node-a:4001/run"}, {"0:f.x": "node-b:4002/run"}, **lives) == []
+    assert compare({"0:f.x": "node-a:4001/run"}, {"0:f.x": "node-b:4002/bun"}, **lives) == ["0:f.x"]
+    assert compare({"0:f.x": "4001"}, {"0:f.x": 4002}, **lives) == ["0:f.x"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmres.adapters.resume.clocks import volatile_names
+from lmres.adapters.resume.clocks import clocked_lines, names_from, volatile_names
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,53 @@ batch = Meter()
 batch.update(time.time() - end)
 losses.update(loss.item(), 8)
 """
-    assert volatile_names(source) == {"end", "val", "sum"}
+    assert volatile_names(source) == {"end", "val", "sum", "batch"}
 
 
 def test_keywords_are_followed_too() -> None:
     assert "seconds" in volatile_names("def log(step, seconds): pass\nlog(1, seconds=time.time())")
+
+
+def test_lines_that_run_by_the_clock() -> None:
+    source = """
+import time
+last = time.time()
+for step in range(9):
+    if step % 2 and time.time() - last > 5:
+        print(loss.item())
+        last = time.time()
+    total += loss.item()
+    due = time.time() > last + 1
+    if due:
+        tell(loss)
+    text = loss.item() if due else None
+
+def tell(loss):
+    print(loss.item())
+
+def maybe(loss):
+    if time.time() < last:
+        return
+    print(loss.item())
+
+def other(loss):
+    print(loss.item())
+"""
+    lines = source.splitlines()
+    found = clocked_lines(source)
+    reads = {i for i, line in enumerate(lines, 1) if "item()" in line}
+    steady = {i for i, line in enumerate(lines, 1) if line.startswith("    total")} | {len(lines)}
+    assert reads - found == steady
+
+
+def test_what_grows_by_the_clock_is_volatile() -> None:
+    assert "times" in volatile_names("times.append(time.time() - end)")
+    assert "times" in volatile_names("self.times.extend([time.time()])")
+    assert "self" not in volatile_names("self.update(time.time())")
+    assert "losses" not in volatile_names("losses.append(loss.item())")
+
+
+def test_names_taken_from_a_text() -> None:
+    source = """lives = int(os.environ["LIVES"])\nself.n: int = os.getenv("LIVES")\nweight = lives * 2\nother = 3"""
+    assert names_from(source, ["LIVES"]) == {"lives", "n"}
+    assert names_from("def", ["LIVES"]) == frozenset()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmres.adapters.resume.journal import Desync, Journal, JournalError, Replay
+from lmres.adapters.resume.journal import Desync, Journal, JournalError, Replay, Unread
 
 NUMBERS = st.one_of(st.booleans(), st.integers(), st.floats(), st.complex_numbers())
 VALUES = st.one_of(NUMBERS, st.lists(st.one_of(st.booleans(), st.integers(), st.floats()), max_size=5))
@@ -142,3 +142,46 @@ def test_not_a_number_is_kept() -> None:
     replay = Replay(journal._memory, journal.length)
     replay.go_to(replay.marks[0])
     assert math.isnan(replay.scalar(1))
+
+
+def by_the_clock() -> Replay:
+    """Step 0 read lines 5, 9 and 5; only line 9 is read by the clock."""
+    journal = Journal(bytearray(1 << 12))
+    journal.mark(0, 1, 0)
+    for value, line in ((0.5, 5), (9.0, 9), (0.25, 5)):
+        journal.scalar(value, line)
+    journal.scalar(9.5, 9)
+    journal.mark(1, 2, 0)
+    replay = Replay(journal._memory, journal.length)
+    replay.loose = frozenset({9})
+    replay.go_to(replay.marks[0])
+    return replay
+
+
+def test_what_only_the_first_life_read_by_the_clock_is_passed() -> None:
+    replay = by_the_clock()
+    assert [replay.scalar(5), replay.scalar(5)] == [0.5, 0.25]
+    replay.pass_mark(1)
+
+
+def test_what_both_lives_read_by_the_clock_is_answered() -> None:
+    replay = by_the_clock()
+    assert [replay.scalar(5), replay.scalar(9), replay.scalar(5), replay.scalar(9)] == [0.5, 9.0, 0.25, 9.5]
+    replay.pass_mark(1)
+
+
+def test_what_only_this_life_reads_by_the_clock_has_no_answer() -> None:
+    replay = by_the_clock()
+    with pytest.raises(Unread):
+        replay.scalar(9)
+    assert [replay.scalar(5), replay.scalar(5)] == [0.5, 0.25]
+
+
+def test_other_lines_are_as_strict_as_ever() -> None:
+    replay = by_the_clock()
+    with pytest.raises(Desync):
+        replay.scalar(6)
+    replay = by_the_clock()
+    replay.scalar(5)
+    with pytest.raises(Desync):
+        replay.pass_mark(1)

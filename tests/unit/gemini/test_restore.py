@@ -142,7 +142,7 @@ def test_lost_says_what_is_missing_and_what_went_wrong():
 
 def test_lost_with_nothing_held_at_all():
     found = pick(holds("a"), holds("b", ever=False))
-    assert isinstance(found, Nothing) and found.lost and "a had some once" in found.reason
+    assert isinstance(found, Nothing) and found.lost and "there was one (a knew of it)" in found.reason
 
 
 def test_verified_only_if_all_are():

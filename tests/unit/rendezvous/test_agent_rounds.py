@@ -491,6 +491,17 @@ def test_own_registration_torn_is_written_again() -> None:
     assert '"a.1"' in stored(engine)[KEYS.member("a")]
 
 
+def test_own_registration_torn_is_written_again_also_if_the_first_try_is_lost() -> None:
+    engine = Engine()
+    a, b = running(engine, "a", "b")
+    put(engine, KEYS.member("a"), "{torn")
+    a.now_ms += 250
+    a.cut(1)  # it has read what stands there, and can not write
+    let(a, b, ms=500)
+    assert a.outcome.end is None
+    assert '"a.1"' in stored(engine)[KEYS.member("a")]
+
+
 def test_a_torn_registration_of_another_is_not_taken_over() -> None:
     engine = Engine()
     a, b = running(engine, "a", "b")

@@ -78,6 +78,7 @@ RECORDS: tuple[Any, ...] = (
     state.Recovered(generation=2, node_id="a", cause="c", phases={"detect_s": 0.25, "stop_s": None}),
     state.Finished(outcome="succeeded", exit_code=0, reason="r", generation=2),
     state.Banned(step=5, origin=2, reason="not finite"),
+    state.Parted(node_id="b", incarnation="i", by="a", by_incarnation="j", number=2, back=True),
     Holdings(
         node_id="a",
         incarnation="a.1",

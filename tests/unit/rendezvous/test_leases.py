@@ -80,6 +80,19 @@ def test_a_slow_observer_still_finds_the_dead() -> None:
     assert leases.is_over("a", 30_000)
 
 
+def test_heard_again_after_a_gap() -> None:
+    leases = table()
+    leases.observe((beat("a", 5),), 0)
+    assert not leases.heard_since_gap("a"), "it may be an old beat"
+    leases.observe((beat("a", 6),), 500)
+    assert leases.heard_since_gap("a")
+    leases.observe((beat("a", 7),), 20_000)
+    assert not leases.heard_since_gap("a")
+    leases.observe((beat("a", 8),), 20_500)
+    assert leases.heard_since_gap("a")
+    assert not leases.heard_since_gap("b")
+
+
 def test_what_was_heard_is_not_put_off() -> None:
     leases = table()
     leases.observe((beat("a", 5),), 100)

@@ -11,6 +11,9 @@ from torch.compiler import is_compiling
 from lmres.adapters.resume.engine import Engine
 from lmres.adapters.resume.patches.wrap import shield, stand_in
 
+SMALL_BYTES = 1 << 16
+NEAR_STEPS = 3
+
 
 def install(torch: Any, engine: Engine) -> None:
     _forwards(torch, engine)
@@ -19,6 +22,7 @@ def install(torch: Any, engine: Engine) -> None:
     _scalers(torch, engine)
     _schedulers(torch, engine)
     _clipping(torch, engine)
+    _hooks(engine)
 
 
 # -- forwards ---------------------------------------------------------------------------------------------------------
@@ -46,18 +50,43 @@ def _forwards(torch: Any, engine: Engine) -> None:
     base.__call__ = functools.wraps(original)(__call__)
 
 
+def _hooks(engine: Engine) -> None:
+    """Hooks of DDP that change what is sent, with a memory of their own (PowerSGD), are not captured."""
+    from torch.distributed import is_available
+
+    if not is_available():
+        return
+    from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+    original = DistributedDataParallel.register_comm_hook
+
+    @functools.wraps(original)
+    def register_comm_hook(self: Any, state: Any, hook: Any) -> Any:
+        if state is not None and not isinstance(state, ProcessGroup):
+            engine.refuse(f"a communication hook of DDP with a state of its own ({type(state).__name__})")
+        return original(self, state, hook)
+
+    DistributedDataParallel.register_comm_hook = register_comm_hook
+
+
 class FakeOutputs:
     """Zeros of the shapes that a module gives for inputs of these shapes: found by one forward without gradients.
 
-    A DDP forward without gradients does not arm the reducer, so that no backward is owed.
+    A DDP forward without gradients does not arm the reducer, so that no backward is owed. Each call gives tensors of
+    its own, since the program may keep several, into which different values will be put; but large ones only in the
+    last steps before it is back.
     """
 
     def __init__(self, torch: Any, engine: Engine, call: Any) -> None:
         self._torch = torch
         self._engine = engine
         self._call = call
-        self._known: dict[Any, tuple[list[Any], Any]] = {}
+        self._known: dict[Any, tuple[list[Any], Any, Any]] = {}
+        """With the module, so that its id stays its own."""
+        self._ddp: dict[int, list[Any]] = {}
         engine.on_arrival.append(self._known.clear)
+        engine.on_arrival.append(self._ddp.clear)
 
     def of(self, module: Any, args: Any, kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
@@ -65,12 +94,23 @@ class FakeOutputs:
         torch = self._torch
         grad = torch.is_grad_enabled()
         shapes = tuple(_shape(torch, leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-        key = (id(module), module.training, grad, shapes)
+        casts = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "cuda"))
+        key = (id(module), module.training, grad, casts, shapes)
         if key not in self._known:
             leaves, spec = pytree.tree_flatten(self._once(module, args, kwargs))
-            self._known[key] = ([self._zeros(leaf, grad) for leaf in leaves], spec)
-        leaves, spec = self._known[key]
-        return pytree.tree_unflatten([self._fresh(leaf) for leaf in leaves], spec)
+            self._known[key] = ([self._zeros(leaf, grad) for leaf in leaves], spec, module)
+        for part in self._parallel(module):  # as a forward of it would: whether the next one sends the buffers
+            part.require_forward_param_sync = grad and part.require_backward_grad_sync
+        leaves, spec, _ = self._known[key]
+        near = self._engine.steps >= self._engine.resume_step - NEAR_STEPS
+        return pytree.tree_unflatten([self._fresh(leaf, near) for leaf in leaves], spec)
+
+    def _parallel(self, module: Any) -> list[Any]:
+        """The DDP modules in it."""
+        found = self._ddp.get(id(module))
+        if found is None:
+            found = self._ddp[id(module)] = [m for m in module.modules() if hasattr(m, "require_forward_param_sync")]
+        return found
 
     def _once(self, module: Any, args: Any, kwargs: Any) -> Any:
         from lmres.adapters.resume.rng import kept_rng
@@ -92,9 +132,10 @@ class FakeOutputs:
         zeros = self._torch.zeros_like(leaf)
         return zeros.requires_grad_() * 1 if grad and leaf.is_floating_point() else zeros
 
-    def _fresh(self, leaf: Any) -> Any:
-        """A scalar is usually changed in place (divided by the accumulation count)."""
-        return leaf.clone() if self._torch.is_tensor(leaf) and leaf.dim() == 0 else leaf
+    def _fresh(self, leaf: Any, near: bool) -> Any:
+        if not self._torch.is_tensor(leaf):
+            return leaf
+        return leaf.clone() if near or leaf.numel() * leaf.element_size() <= SMALL_BYTES else leaf
 
 
 def _shape(torch: Any, leaf: Any) -> Any:
@@ -123,7 +164,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _optimizers(torch: Any, engine: Engine) -> None:
-    """The step of each class is wrapped when its first object is made; a container's own step counts, not its parts'."""
+    """The step of each class is wrapped with its first object; a container's own step counts, not its parts'."""
     base = torch.optim.Optimizer
     make = base.__init__
 
@@ -150,15 +191,28 @@ def _wrap_step(engine: Engine, kind: Any) -> None:
         if is_compiling() or engine.inside or threading.get_ident() != main:
             return original(self, *args, **kwargs)
         closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
-        if engine.skipping:
-            result = closure() if closure is not None else None
-        else:
+        if not engine.skipping:
             result = _real_step(engine, original, self, closure, args, kwargs)
+        else:
+            result = closure() if closure is not None else None
+            if engine.phase == "live":  # the program came back to its place in the closure: this step is its own again
+                result = _real_step(engine, original, self, _Begun(closure, result), args, kwargs)
         engine.attempted(self)
         return result
 
     step.__lmres__ = True  # type: ignore[attr-defined]
     kind.step = step
+
+
+class _Begun:
+    """A closure that has been called once: the first call gives what came of that."""
+
+    def __init__(self, closure: Any, result: Any) -> None:
+        self._closure = closure
+        self._results = [result]
+
+    def __call__(self) -> Any:
+        return self._results.pop() if self._results else self._closure()
 
 
 def _real_step(engine: Engine, original: Any, optimizer: Any, closure: Any, args: Any, kwargs: Any) -> Any:

@@ -1,10 +1,9 @@
 """What the program would write on its way back: it was written in the first life, and now the numbers would be false.
 
-Held back while the program is on its way: files opened for writing (they lead nowhere), writes to files that were
-opened for appending, ``torch.save`` and its kin, renaming and removing files, TensorBoard and Weights & Biases, the
-standard streams, sleeping. A file opened with ``w`` before the loop begins is written anew from the start and so comes
-out whole. Not held back: network requests, subprocesses, databases, files opened for appending before the loop through
-a way of their own.
+Held back while the program is on its way: what is done to files (``files``), writes to files that were opened for
+appending before, ``torch.save`` and its kin, TensorBoard and Weights & Biases, the standard streams, sleeping. A file
+opened with ``w`` before the loop begins is written anew from the start and so comes out whole. Not held back: network
+requests, subprocesses, databases, files opened for appending before the loop through a way of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import contextlib
 import functools
 import io
 import os
-import shutil
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmres.adapters.resume.engine import Engine
-from lmres.adapters.resume.frames import is_program
+from lmres.adapters.resume.patches.files import Files
 
 _SAVES = {
     "torch": ("save",),
@@ -35,8 +33,6 @@ _SAVES = {
     "wandb": ("log", "save", "log_artifact"),
     "mlflow": ("log_metric", "log_metrics", "log_artifact", "log_param", "log_params"),
 }
-_FILES = ("replace", "rename", "renames", "remove", "unlink", "rmdir", "removedirs", "symlink", "link", "truncate")
-_TREES = ("rmtree", "move", "copy", "copy2", "copyfile", "copytree")
 _BOARDS = [
     "add_scalar",
     "add_scalars",
@@ -65,6 +61,7 @@ class Effects:
         self._undo: list[Callable[[], None]] = []
         self._streams: list[tuple[int, int]] = []
         self._appending: list[weakref.ref[Any]] = []
+        self._files = Files()
         self._main = threading.get_ident()
         engine.on_return.append(self.hold_back)
         engine.on_arrival.append(self.let_go)
@@ -91,23 +88,19 @@ class Effects:
             module = sys.modules.get(module_name)
             for name in names if module is not None else ():
                 self._replace(module, name, _nothing)
-        for name in _FILES:
-            self._replace(os, name, _nothing)
-        for name in _TREES:
-            self._replace(shutil, name, _nothing)
         for path in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
             module = sys.modules.get(path)
             for name in _BOARDS if module is not None else ():
                 self._replace(module.SummaryWriter, name, _nothing)  # type: ignore[union-attr]
         self._replace(time, "sleep", self._sleeping(time.sleep))
-        self._replace(builtins, "open", _opening(builtins.open))
-        self._replace(io, "open", _opening(io.open))
+        self._files.hold_back(self._replace)
         self._mute()
 
     def let_go(self) -> None:
         """Idempotent."""
         while self._undo:
             self._undo.pop()()
+        self._files.put_back()
         self._unmute()
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -173,24 +166,3 @@ class Effects:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _opening(original: Any) -> Any:
-    @functools.wraps(original)
-    def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        writes = isinstance(mode, str) and any(letter in mode for letter in "wax+")
-        if writes and not isinstance(file, int) and _from_program():
-            return original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-        return original(file, mode, *args, **kwargs)
-
-    return open_
-
-
-def _from_program() -> bool:
-    """Whether the program, or a library that it called, opens the file; not the interpreter's import or a thread."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if is_program(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
