@@ -13,8 +13,9 @@ Faults, each planted once training is under way (``benchmarks/products.py`` says
 
 Runs are interleaved: every product once, then again. ``step``: from the fault to the first step of the new processes
 (torchft: to the first committed step without the victim). ``life``: to the first line of the last new process, so
-noticing, stopping, meeting and launching; ``group``: to its process group, so imports too. "not noticed in N s": no
-step within ``--bound``; after two such runs in a row a product is not tried again with that fault.
+noticing, stopping, meeting and launching; ``group``: to its process group, so imports too. "no next step in N s" and
+"not noticed in N s" (a hang): none within ``--bound``; after two such runs in a row a product is not tried again with
+that fault.
 
 ``--costs`` (all by default, none with ``--costs none``): see ``benchmarks/costs.py``.
 """
@@ -74,7 +75,8 @@ def rows_of(found: dict[str, dict[str, list[Run]]], chosen: list[Product], bound
                 failed = [run["failed"] for run in runs if "failed" in run]
                 late = len(runs) - steps["recovered"] - len(failed)
                 if late:
-                    notes.insert(0, f"not noticed in {bound_s:.0f} s" + (f" ({late})" if steps["recovered"] else ""))
+                    what = "not noticed" if fault == "hang" else "no next step"
+                    notes.insert(0, f"{what} in {bound_s:.0f} s" + (f" ({late})" if steps["recovered"] else ""))
                 notes = [f"did not start: {_last(failed[-1])}", *notes] if failed else notes
             median = steps["median"]
             spans = [summary(runs, key)["median"] for key in ("life_s", "group_s")]

@@ -76,6 +76,7 @@ class Agent:
     _waiting_ms: int | None = None
     _untold_ms: dict[str, int] = field(default_factory=dict)
     _freeze: int | None = None
+    _alert: bool = False
     _due_ms: int | None = None
     _notes: list[Note] = field(default_factory=list)
     _told_generation: int = 0
@@ -112,6 +113,7 @@ class Agent:
     def round(self, inputs: Inputs) -> Generator[Txn, TxnResult, Outcome]:
         """One round. May be abandoned between any two requests; the next one starts from what was confirmed."""
         self._due_ms = self._freeze = None
+        self._alert = False
         if self._started_ms is None:
             self._started_ms = inputs.now_ms
         if inputs.leave is not None:
@@ -364,6 +366,7 @@ class Agent:
 
     def _note_wait(self, wait: Wait, inputs: Inputs) -> None:
         self.reason = wait.reason
+        self._alert = wait.for_standby
         self._proposed = None
         attended_ms = self.ledger.leases.attended_ms(inputs.now_ms)
         if not wait.for_standby and not wait.untold:
@@ -478,6 +481,7 @@ class Agent:
             stop_workers=behind or over,
             workers_generation=inputs.workers_generation,
             charged=slot is not None and any(self.me.node_id in p.charged for p in self._unseen_plans(inputs)),
+            alert=self._alert,
             freeze=self._freeze if self.end is None else None,
             end=self.end,
             notes=notes,

@@ -238,6 +238,17 @@ def test_both_nodes_lost_the_files_are_used(tmp_path: Path) -> None:
         assert len(steps) <= 2, steps
 
 
+def test_one_active_node_has_its_copy_on_the_standby_that_came_after_it(tmp_path: Path) -> None:
+    with running(tmp_path, "cycle.py", nnodes="1:2") as run:
+        a, _ = run.cluster.form("a", "b")
+        run.wait_steps(5)
+        a.kill_node()
+        run.assert_bitwise()
+        run.assert_lost_at_most(2)
+        plan = run.cluster.all_events("plan_committed", to_generation=2)[-1]
+        assert plan["recovery_step"] > 0 and plan["active"] == {"0": "b"}
+
+
 def test_a_new_run_with_the_same_id_goes_on_from_the_files(tmp_path: Path) -> None:
     policy = f"checkpoint: {{durable: {{directory: {tmp_path / 'files'}, interval_steps: 5, keep: 2}}}}\n"
     with running(tmp_path, "epochs.py", nnodes="2:2", policy=policy, run_id="again") as run:
@@ -333,6 +344,20 @@ def test_a_killed_vault_costs_the_protection_until_the_next_generation(tmp_path:
         plan = run.cluster.all_events("plan_committed", to_generation=2)[-1]
         assert 0 < plan["recovery_step"] <= before, "the other vault has it"
         assert run.cluster.all_events("protection_armed", generation=2, node_id="a")
+
+
+def test_a_vault_killed_as_the_plan_is_made_costs_nothing(tmp_path: Path) -> None:
+    with running(tmp_path, "epochs.py", nnodes="2:2") as run:
+        nodes = run.cluster.form("a", "b")
+        run.wait_steps(4)
+        vaults = vaults_of(nodes[1])
+        run.kill_worker(random.Random(7))
+        nodes[1].wait_event("plan_committed", to_generation=2)
+        for vault in vaults:
+            vault.kill()
+        run.assert_bitwise()
+        assert run.cluster.leftovers() == []
+        assert not list((tmp_path / "run").rglob("vault.sock"))
 
 
 def vaults_of(node: Node) -> list[psutil.Process]:

@@ -253,6 +253,22 @@ def test_newcomers_of_no_use_do_not_put_off_the_end_of_a_wait_for_a_standby() ->
     assert a.outcome.end is not None and a.outcome.end.exit_code == 75
 
 
+def test_who_comes_late_says_where_its_vault_is_and_is_still_asked_what_it_holds() -> None:
+    engine = Engine()
+    a, b = running(engine, "ab")
+    c = Node(engine, "c", min_nodes=2, max_nodes=3, checkpointing=ON)
+    c.now_ms = a.now_ms
+    c.see(holdings=Holdings(node_id="c", incarnation="?", generation=0, address="addr-c", port=7))
+    let(a, b, c, ms=500)
+    held = a.agent.view.holdings()["c"][1]
+    assert (held.incarnation, held.address, held.port, held.copies) == ("c.1", "addr-c", 7, ())
+    crash(b)
+    let_tell([a, b], ms=750)
+    assert generation(a) == 1 and "hold: c" in a.outcome.waiting_for
+    let_tell([a, b, c], ms=1500)
+    assert generation(a) == 2
+
+
 def test_what_is_told_while_the_group_forms_does_not_count_as_told_after_it() -> None:
     engine = Engine()
     a, b = nodes_of(engine, "ab")

@@ -164,7 +164,7 @@ def test_waiting_for_a_standby_ends_after_join_timeout() -> None:
     engine = Engine()
     a, _ = running(engine, "a", "b")
     let(a, ms=TIMEOUT + 1000)
-    assert "waiting for a standby" in a.outcome.waiting_for
+    assert "waiting for a standby" in a.outcome.waiting_for and a.outcome.alert
     let(a, ms=20_500)
     assert a.outcome.end is not None
     assert a.outcome.end.exit_code == 75
