@@ -246,7 +246,7 @@ def test_two_connections_each_in_a_larger_ring(group: Group) -> None:
         group.add(name)
     group.meet()
     group.linked("ab", "ac", "bc", "bd", "ga", "gb", "fg", "fa")
-    assert all(len(n.connected) == 4 for n in group.nodes.values())
+    wait_until("four connections each", lambda: all(len(n.connected) == 4 for n in group.nodes.values()))
     for name in "bc":
         group.nodes.pop(name).close()
         del group.members[name]
