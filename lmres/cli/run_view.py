@@ -61,8 +61,8 @@ def checkpointing(config: RunConfig | None) -> Checkpointing:
 
 
 def next_decision(view: View) -> Decision:
-    """What the agents would decide now, but for what only their clocks can tell."""
-    return decide(view, recovery_policy(view.config), Observed(), checkpointing(view.config))
+    """What the agents would decide now, but for what only their clocks and their vaults can tell."""
+    return decide(view, recovery_policy(view.config), Observed())
 
 
 def run_state(view: View) -> RunState:

@@ -58,6 +58,8 @@ _CONNECTION_TYPES = frozenset(
     }
 )
 _OUT_OF_MEMORY_TYPES = frozenset({"MemoryError", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
+_STATE_TYPES = frozenset({"lmres.errors.VaultError", "lmres.errors.StateError"})
+"""The state could not be had: nothing is wrong with the program or with the node of the worker that says so."""
 _DEVICE = re.compile(
     r"CUDA error|HIP error|CUBLAS_STATUS|CUDNN_STATUS|uncorrectable ECC|ncclUnhandledCudaError|ncclSystemError"
     r"|device-side assert|illegal memory access",
@@ -67,11 +69,12 @@ _DEVICE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The class of a failure, its weight, and one line for people."""
+    """The class of a failure, its weight, and one line for people. ``blames``: the worker that it comes from."""
 
     failure_class: FailureClass
     weight: Weight
     detail: str
+    blames: bool = True
 
 
 def classify_exception(*, type_name: str, message: str) -> Finding:
@@ -83,6 +86,8 @@ def classify_exception(*, type_name: str, message: str) -> Finding:
         return Finding(failure_class="out_of_memory", weight="primary", detail=detail)
     if type_name in _CONNECTION_TYPES or short in {"DistNetworkError", "DistStoreError"}:
         return Finding(failure_class="unknown", weight="secondary", detail=detail)
+    if type_name in _STATE_TYPES:
+        return Finding(failure_class="unknown", weight="primary", detail=detail, blames=False)
     distributed = short in {"DistBackendError", "DistError", "RuntimeError"}
     if distributed and _CONNECTION.search(message):
         return Finding(failure_class="unknown", weight="secondary", detail=detail)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmres.errors import VaultError
+from lmres.errors import StateError, VaultError
 from lmres.gemini.edge.client import WorkerVault
 from lmres.gemini.inventory import Copy
 from lmres.gemini.session import Prepare
@@ -545,3 +545,34 @@ def test_a_slow_disk_neither_holds_captures_nor_a_freeze(stack: ExitStack, tmp_p
     for fd in held:
         os.close(fd)
     worker.close()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_source_that_is_stopped_for_a_while_is_waited_for(stack: ExitStack, tmp_path: Path, comes_back: bool) -> None:
+    group = group_of(stack, tmp_path, 1, copies=1)
+    group.assign(1)
+    (worker,) = group.workers(1)
+    capture(worker, 1, size=SIZE)
+    group.until_safe(1)
+    worker.close()
+    copies = group.nodes[0].vault.freeze(1)
+    pid = group.nodes[0].vault.pid
+    node = Node(tmp_path, "n9")
+    stack.callback(node.close)
+    os.kill(pid, signal.SIGSTOP)
+    restore(node, 2, copies, (1, 1), (0,), sources=(group.nodes[0].peer,))
+    again = node.connect(0, 2)
+    if comes_back:
+        with pytest.raises(VaultError, match="did not come within"):
+            again.await_restore(4.0)
+        assert not node.told("problem")
+        os.kill(pid, signal.SIGCONT)
+        found = again.await_restore(BOUND_S)
+        assert found is not None
+        check_whole(found, 0, again.log)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(VaultError, match="no whole copy is left for rank 0") as told:
+            again.await_restore(BOUND_S)
+        assert not isinstance(told.value, StateError), "the image itself may be good"
+    again.close()

@@ -5,7 +5,8 @@ Rules:
 1. Nothing counts until it was hashed here, after it lay in the memory that the worker will read.
 2. A part comes from, in this order: its place in the slot, other memory of this vault, other vaults, files. All of the
    same key; a part that is wrong in one place is taken from the next, the others stay.
-3. If no place is left the error names the rank, the step, and what was tried.
+3. If no place is left the error names the rank, the step, and what was tried. That a vault gives no answer does not
+   mean that it has nothing: it is asked again for a while, and then it is not the image's fault (``VaultError``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lmres.errors import TransferError, VaultError
+from lmres.errors import DigestMismatch, PartMissing, StateError, TransferError, VaultError
 from lmres.gemini.edge import durable
 from lmres.gemini.edge.memory import MemoryRefused, Segment, copy_bytes, digest_of
 from lmres.gemini.edge.ranks import MEMORY_PARTS, LocalRank
@@ -25,6 +26,8 @@ from lmres.gemini.edge.whereabouts import Holder, Whereabouts
 from lmres.gemini.inventory import PART_NAMES, Copy, Key, Part
 
 PULL_S = 600.0
+PATIENCE_S = 30.0
+ASK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +81,32 @@ class Fetch:
         self._lock = threading.Lock()
         self._puller: Puller | None = None
         self._cancelled = False
+        self._broke_off = False  # a holder could not give what it has
         self._tried: list[str] = []
         self._sources: dict[str, str] = {}
         self._moved = 0
 
     def run(self) -> Fetched:
-        """Raises VaultError when no source has the image whole."""
+        """Raises VaultError when it can not be had now, StateError when no source has the image whole."""
         began_s = time.monotonic()
+        while (manifest := self._from_anywhere()) is None:
+            if not self._wait_for_the_silent(began_s + PATIENCE_S):
+                tried = "; ".join([*self._tried, *self._where.problems]) or "nobody knows its digests"
+                why = f"no whole copy is left for rank {self._rank.rank}: {tried}"
+                raise VaultError(why) if self._broke_off or self._where.problems else StateError(why)
+        return Fetched(
+            copy=replace(manifest, has=PART_NAMES, place="memory"),
+            index=self._index,
+            source=self._label(),
+            bytes=sum(part.length for _, part in manifest.parts()),
+            moved=self._moved,
+            fetch_ms=(time.monotonic() - began_s) * 1000,
+        )
+
+    def _from_anywhere(self) -> Copy | None:
+        """As one of the holders describes it."""
+        self._tried.clear()
+        self._moved = 0
         for manifest in self._variants():
             try:
                 for name in MEMORY_PARTS:
@@ -93,16 +115,19 @@ class Fetch:
             except _Nowhere as error:
                 self._tried.append(str(error))
                 continue
-            return Fetched(
-                copy=replace(manifest, has=PART_NAMES, place="memory"),
-                index=self._index,
-                source=self._label(),
-                bytes=sum(part.length for _, part in manifest.parts()),
-                moved=self._moved,
-                fetch_ms=(time.monotonic() - began_s) * 1000,
-            )
-        tried = "; ".join([*self._tried, *self._where.problems]) or "nobody knows its digests"
-        raise VaultError(f"no whole copy is left for rank {self._rank.rank}: {tried}")
+            return manifest
+        return None
+
+    def _wait_for_the_silent(self, end_s: float) -> bool:
+        """A vault that is stopped or cut off for a while may have what all others lack. False: there is none."""
+        silent = self._where.silent
+        while silent and not self._cancelled and time.monotonic() < end_s:
+            began_s = time.monotonic()
+            self._where.ask(self._where.rounds)
+            if self._where.silent != silent:
+                return True
+            time.sleep(max(0.0, began_s + ASK_EVERY_S - time.monotonic()))
+        return False
 
     def cancel(self) -> None:
         """Ends it soon, with an error. Any thread."""
@@ -198,6 +223,7 @@ class Fetch:
             try:
                 self._pull(holder, part, view)
             except VaultError as error:
+                self._broke_off = self._broke_off or not isinstance(error, (PartMissing, DigestMismatch))
                 self._tried.append(f"{holder.node_id}: {error}")
                 continue
             return "peer" if name != "shared" or self._rank.rank in holder.ranks else "replica"

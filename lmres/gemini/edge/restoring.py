@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from lmres.errors import VaultError
+from lmres.errors import StateError, VaultError
 from lmres.gemini.edge import durable
 from lmres.gemini.edge.fetch import DigestLocks, Fetch, Fetched
 from lmres.gemini.edge.ranks import LocalRank
@@ -40,6 +41,14 @@ class DurableFiles:
             return self._found
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """``final``: of the image itself; else it may be had another time."""
+
+    why: str
+    final: bool
+
+
 class Restoration:
     """One prepare. ``done`` is called for each rank with what was fetched or why not."""
 
@@ -55,7 +64,7 @@ class Restoration:
         self.prepare = prepare
         self._done = done
         self._left = {rank.rank for rank in ranks}
-        self._results: dict[int, Fetched | str] = {}
+        self._results: dict[int, Fetched | _Failure] = {}
         self._fetches: list[Fetch] = []
         self._cancelled = False
         self._locks = DigestLocks()
@@ -91,8 +100,8 @@ class Restoration:
         result = self._results.get(rank.rank)
         if result is None:
             return None
-        if isinstance(result, str):
-            return {"op": "failed", "why": result}, ()
+        if isinstance(result, _Failure):
+            return {"op": "failed" if result.final else "off", "why": result.why}, ()
         copy, slot = result.copy, rank.slots[result.index]
         message = {
             "op": "restored",
@@ -145,7 +154,8 @@ class Restoration:
         rank.table_clear(index)
         why = str(error) if isinstance(error, VaultError) else f"rank {rank.rank} could not be restored: {error!r}"
         why = f"{self.prepare.key}: {why}"
-        self._results[rank.rank] = why
+        passing = isinstance(error, VaultError) and not isinstance(error, StateError)
+        self._results[rank.rank] = _Failure(why, final=not passing)
         self._done(rank, None, why)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lmres.errors import LmresError, RecordError
@@ -25,69 +25,93 @@ class Holder:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    parts_port: int
+    ranks: Mapping[str, object]
+
+
 class Whereabouts:
     """Asks on the first question, and waits at most ``ASK_S`` for all answers. Any thread."""
 
     def __init__(
         self, sources: Iterable[session.Peer], digests: Iterable[str], *, run_id: str, node_id: str, generation: int
     ) -> None:
-        self._sources = [source for source in sources if source.node_id != node_id]
         self._digests = sorted(set(digests))
         self._hello = {"op": "hello", "run_id": run_id, "node_id": node_id, "generation": generation}
         self._lock = threading.Lock()
-        self._asked = False
+        self._rounds = 0
+        self._silent = tuple(source for source in sources if source.node_id != node_id)
         self._found: dict[str, list[Holder]] = {}
-        self._problems: list[str] = []
+        self._problems: dict[session.Peer, str] = {}
 
     def holders(self, digest: str) -> list[Holder]:
-        self._ask_all()
+        self.ask(0)
         return list(self._found.get(digest, ()))
 
     @property
     def problems(self) -> list[str]:
-        """One line for each vault that gave no answer."""
-        return list(self._problems)
+        """One line for each vault that did not say what it has."""
+        return [f"{peer.node_id} at {peer.address}:{peer.port}: {why}" for peer, why in list(self._problems.items())]
 
-    def _ask_all(self) -> None:
+    @property
+    def rounds(self) -> int:
+        """How often was asked."""
+        return self._rounds
+
+    @property
+    def silent(self) -> tuple[session.Peer, ...]:
+        """Those of which nothing was heard: stopped, or cut off. They may have what the others lack."""
+        return self._silent
+
+    def ask(self, rounds: int) -> None:
+        """Asks those that have not answered, unless that was done more than ``rounds`` times by now."""
         with self._lock:
-            if self._asked:
+            if self._rounds > rounds:
                 return
-            self._asked = True
+            answers: dict[session.Peer, _Answer | Exception] = {}
             threads = [
-                threading.Thread(target=self._ask, args=(source,), name="vault-ask", daemon=True)
-                for source in self._sources
+                threading.Thread(target=self._ask, args=(peer, answers), name="vault-ask", daemon=True)
+                for peer in self._silent
             ]
             for thread in threads:
                 thread.start()
             end_s = time.monotonic() + ASK_S
             for thread in threads:
                 thread.join(max(0.0, end_s - time.monotonic()))
-            for thread, source in zip(threads, self._sources, strict=True):
-                if thread.is_alive():
-                    self._problems.append(
-                        f"{source.node_id} at {source.address}:{source.port} gave no answer in {ASK_S} s"
-                    )
+            self._silent = tuple(peer for peer in self._silent if not self._hear(peer, answers.get(peer)))
+            self._rounds += 1
 
-    def _ask(self, source: session.Peer) -> None:
+    def _hear(self, peer: session.Peer, answer: _Answer | Exception | None) -> bool:
+        """Whether it is known now what this vault has."""
+        if answer is None or (isinstance(answer, OSError) and not isinstance(answer, ConnectionError)):
+            self._problems[peer] = f"no answer in {ASK_S:g} s" if answer is None else str(answer)
+            return False
+        if isinstance(answer, Exception):
+            self._problems[peer] = str(answer)
+            return True
+        self._problems.pop(peer, None)
+        for digest, found in answer.ranks.items():
+            if isinstance(found, list):
+                holder = Holder(
+                    node_id=peer.node_id,
+                    address=peer.address,
+                    port=answer.parts_port,
+                    ranks=tuple(rank for rank in found if isinstance(rank, int)),
+                )
+                self._found.setdefault(digest, []).append(holder)
+        return True
+
+    def _ask(self, peer: session.Peer, answers: dict[session.Peer, _Answer | Exception]) -> None:
         try:
-            with socket.create_connection((source.address, source.port), timeout=ASK_S) as sock:
+            with socket.create_connection((peer.address, peer.port), timeout=ASK_S) as sock:
                 send_line(sock, self._hello)
                 reader = LineReader(sock, session.TO_VAULT)
                 welcome = self._expect(reader, "welcome")
                 send_line(sock, {"op": "have", "id": 1, "digests": self._digests})
-                ranks = self._expect(reader, "have")["ranks"]
+                answers[peer] = _Answer(welcome["parts_port"], self._expect(reader, "have")["ranks"])
         except (OSError, LmresError) as error:
-            self._problems.append(f"{source.node_id} at {source.address}:{source.port}: {error}")
-            return
-        for digest, found in ranks.items():
-            if isinstance(found, list):
-                holder = Holder(
-                    node_id=source.node_id,
-                    address=source.address,
-                    port=welcome["parts_port"],
-                    ranks=tuple(rank for rank in found if isinstance(rank, int)),
-                )
-                self._found.setdefault(digest, []).append(holder)
+            answers[peer] = error
 
     @staticmethod
     def _expect(reader: LineReader, op: str) -> session.Message:

@@ -83,3 +83,11 @@ def test_only_the_first_line_is_told_and_it_is_short() -> None:
 
 def test_weights_are_ordered() -> None:
     assert sorted(WEIGHT_ORDER, key=WEIGHT_ORDER.__getitem__) == ["primary", "ambiguous", "secondary"]
+
+
+@pytest.mark.parametrize("name", ["VaultError", "StateError"])
+def test_a_state_that_can_not_be_had_blames_no_worker(name: str) -> None:
+    found = classify_exception(
+        type_name=f"lmres.errors.{name}", message="no whole copy is left for rank 0: a: reset by peer"
+    )
+    assert (found.failure_class, found.weight, found.blames) == ("unknown", "primary", False)
