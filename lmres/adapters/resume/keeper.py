@@ -191,7 +191,7 @@ class StateKeeper:
         if self._last_boundary is not None:
             self._pace.step_took(now - self._last_boundary)
         self._last_boundary = now
-        if self._pace.is_due(step) or self.capture_next:
+        if self._pace.is_due(step) or self.capture_next or self._asked is None:  # memory is asked for at once
             self.capture_next = False
             self._guarded(lambda: self._capture(step, arguments))
 
