@@ -4,7 +4,8 @@ Rules:
 
 1. An image is pulled part by part, and only parts that are not in this vault under any name. What a local rank is about
    to seal itself (replicas of data-parallel training) is waited for, for a moment, rather than pulled.
-2. A record becomes readable when all its parts are here; the one before stays until a newer key is safe.
+2. A record becomes readable when all its parts are here; the one before stays until a newer key is safe. What both
+   have in common lies in the older one, and passes to the newer when the older goes.
 3. A rank's copies take two buffers in turn; a third manifest waits until the hub's verdict frees one.
 4. No memory within the limit: the owner is told, with the numbers, and counts this vault out.
 """
@@ -23,7 +24,7 @@ from lmres.gemini.edge.memory import MemoryRefused, Place, Segment
 from lmres.gemini.edge.ranks import MEMORY_PARTS
 from lmres.gemini.edge.services import Services
 from lmres.gemini.edge.transfer import Puller
-from lmres.gemini.inventory import PART_NAMES, Copy, Key
+from lmres.gemini.inventory import PART_NAMES, Copy, Key, Part
 from lmres.gemini.session import Assignment, Message, copy_from_plain
 from lmres.gemini.watermark import Verdict
 
@@ -312,11 +313,30 @@ class Replicas:
                 self._drop(held, record)
 
     def _drop(self, held: _Held, record: _Record) -> None:
+        """A part of it that another image was found to have too, and so was not pulled again, is left to that one."""
         held.records.remove(record)
+        contents, free = self._services.contents, []
+        for name, segment in record.segments.items():
+            heir = self._heir(record.copy.part(name))
+            if heir is None:
+                free.append(segment)
+                continue
+            other, its_name = heir
+            other.segments[its_name] = segment
+            other.places.append(contents.add(other.copy.part(its_name), segment, other.copy.rank))
         for place in record.places:
-            self._services.contents.remove(place)
-        for segment in record.segments.values():
+            contents.remove(place)
+        for segment in free:
             self._services.memory.spare(segment)
+
+    def _heir(self, part: Part) -> tuple[_Record, str] | None:
+        """An image that has this part, and no memory of its own for it."""
+        for held in self._held.values():
+            for record in held.records:
+                for name in MEMORY_PARTS:
+                    if record.copy.part(name) == part and name not in record.segments:
+                        return record, name
+        return None
 
     @staticmethod
     def _same(one: Copy, other: Copy) -> bool:
