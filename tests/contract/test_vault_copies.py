@@ -17,12 +17,14 @@ from lmres.errors import StateError, VaultError
 from lmres.gemini.edge.client import WorkerVault
 from lmres.gemini.inventory import Copy
 from lmres.gemini.session import Prepare
+from tests.contract import vault_kit
 from tests.contract.vault_kit import (
     BOUND_S,
     Node,
     capture,
     check_whole,
     open_segments,
+    own_bytes,
     restore,
     until,
     wait_grant,
@@ -81,6 +83,26 @@ def group_of(stack: ExitStack, folder: Path, count: int, **options: Any) -> Grou
     group = Group(folder, count, **options)
     stack.callback(group.close)
     return group
+
+
+@pytest.mark.parametrize("last", [7, 8])
+def test_a_part_that_does_not_change_outlives_the_image_it_came_with(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """A program that draws no random numbers has the same own part in every step: it is pulled once."""
+    monkeypatch.setattr(vault_kit, "own_bytes", lambda _step, rank, size: own_bytes(0, rank, size))
+    group = group_of(stack, tmp_path, 2)
+    group.assign(1)
+    workers = group.workers(1)
+    for step in range(1, last + 1):
+        for worker in workers:
+            capture(worker, step, size=SIZE)
+        group.until_safe(step)
+    for rank, (_, peer) in enumerate(zip(group.nodes, reversed(group.nodes), strict=True)):
+        held = {(copy.rank, copy.step): copy.has for copy in peer.vault.freeze(1)}
+        assert held[rank, last] == ("shared", "own", "log")
+    for worker in workers:
+        worker.close()
 
 
 def test_a_lost_host_is_restored_from_its_peer(stack: ExitStack, tmp_path: Path) -> None:
