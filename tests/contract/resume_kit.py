@@ -297,7 +297,6 @@ def _attach(job: dict[str, Any], rank: int) -> Any:
 
     from lmres.adapters.resume import frames
     from lmres.adapters.resume.attach import build
-    from lmres.adapters.resume.keeper import Report
     from lmres.adapters.resume.settings import Settings
 
     frames._users[__file__] = False
@@ -309,7 +308,7 @@ def _attach(job: dict[str, Any], rank: int) -> Any:
     vault = FileVault(rank, job["keep"], Path(job["images"]), note("at"))
     resumes = job["mode"] == "resume"
     restored = vault.restored(job["step"]) if resumes else None
-    report = Report(
+    report = SimpleNamespace(
         captured=note("captured"),
         restored=note("restored"),
         elsewhere=note("elsewhere"),

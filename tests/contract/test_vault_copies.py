@@ -105,6 +105,19 @@ def test_a_part_that_does_not_change_outlives_the_image_it_came_with(
         worker.close()
 
 
+def group_that_captured(stack: ExitStack, tmp_path: Path) -> Group:
+    """Two vaults for which step 1 is safe, and whose workers are gone."""
+    group = group_of(stack, tmp_path, 2)
+    group.assign(1)
+    workers = group.workers(1)
+    for worker in workers:
+        capture(worker, 1, size=SIZE)
+    group.until_safe(1)
+    for worker in workers:
+        worker.close()
+    return group
+
+
 def test_a_lost_host_is_restored_from_its_peer(stack: ExitStack, tmp_path: Path) -> None:
     group = group_of(stack, tmp_path, 2, standbys=1)
     group.assign(1)
@@ -217,14 +230,7 @@ def test_a_flipped_byte_in_a_peers_copy_is_not_used(stack: ExitStack, tmp_path: 
 
 
 def test_when_no_source_is_left_the_error_names_what_was_tried(stack: ExitStack, tmp_path: Path) -> None:
-    group = group_of(stack, tmp_path, 2)
-    group.assign(1)
-    workers = group.workers(1)
-    for worker in workers:
-        capture(worker, 1, size=SIZE)
-    group.until_safe(1)
-    for worker in workers:
-        worker.close()
+    group = group_that_captured(stack, tmp_path)
     (_, copies) = group.freeze(1)
     for fd in open_segments(group.nodes[1].vault.pid, SIZE):
         os.pwrite(fd, b"\xff", SIZE // 2)
@@ -406,14 +412,7 @@ def test_a_full_disk_never_stops_captures_and_is_told_once(stack: ExitStack, tmp
 
 
 def test_a_dead_source_does_not_hold_a_restore(stack: ExitStack, tmp_path: Path) -> None:
-    group = group_of(stack, tmp_path, 2)
-    group.assign(1)
-    workers = group.workers(1)
-    for worker in workers:
-        capture(worker, 1, size=SIZE)
-    group.until_safe(1)
-    for worker in workers:
-        worker.close()
+    group = group_that_captured(stack, tmp_path)
     copies = group.nodes[1].vault.freeze(1)
     os.kill(group.nodes[0].vault.pid, signal.SIGSTOP)
     node = Node(tmp_path, "n9")

@@ -249,14 +249,21 @@ def test_one_active_node_has_its_copy_on_the_standby_that_came_after_it(tmp_path
         assert plan["recovery_step"] > 0 and plan["active"] == {"0": "b"}
 
 
-def test_a_new_run_with_the_same_id_goes_on_from_the_files(tmp_path: Path) -> None:
-    policy = f"checkpoint: {{durable: {{directory: {tmp_path / 'files'}, interval_steps: 5, keep: 2}}}}\n"
-    with running(tmp_path, "epochs.py", nnodes="2:2", policy=policy, run_id="again") as run:
+def killed_run(tmp_path: Path, program: str, *, interval_steps: int, steps: int, run_id: str) -> str:
+    """A run of two nodes that dies whole after some steps. Its files stay: the policy that names them."""
+    where = tmp_path / "files"
+    policy = f"checkpoint: {{durable: {{directory: {where}, interval_steps: {interval_steps}, keep: 2}}}}\n"
+    with running(tmp_path, program, nnodes="2:2", policy=policy, run_id=run_id) as run:
         run.cluster.form("a", "b")
-        run.wait_steps(12)
+        run.wait_steps(steps)
         for node in run.active():
             node.kill_node()
     (tmp_path / "second").mkdir()
+    return policy
+
+
+def test_a_new_run_with_the_same_id_goes_on_from_the_files(tmp_path: Path) -> None:
+    policy = killed_run(tmp_path, "epochs.py", interval_steps=5, steps=12, run_id="again")
     with running(tmp_path / "second", "epochs.py", nnodes="2:2", policy=policy, run_id="again") as run:
         run.cluster.form("a", "b")
         run.assert_bitwise()
@@ -277,13 +284,7 @@ def test_both_nodes_lost_without_files_is_an_honest_end(tmp_path: Path) -> None:
 
 
 def test_files_of_another_topology_are_refused(tmp_path: Path) -> None:
-    policy = f"checkpoint: {{durable: {{directory: {tmp_path / 'files'}, interval_steps: 3, keep: 2}}}}\n"
-    with running(tmp_path, "cycle.py", nnodes="2:2", policy=policy, run_id="shape") as run:
-        run.cluster.form("a", "b")
-        run.wait_steps(8)
-        for node in run.active():
-            node.kill_node()
-    (tmp_path / "second").mkdir()
+    policy = killed_run(tmp_path, "cycle.py", interval_steps=3, steps=8, run_id="shape")
     with running(tmp_path / "second", "cycle.py", nnodes="1:1", policy=policy, run_id="shape") as run:
         node = run.cluster.start("a")
         assert node.wait_exit() == 64

@@ -78,16 +78,21 @@ def _crashed(
             session.attachment.settle()
     with contextlib.suppress(Exception):
         lines = _format(kind, value, trace)
-        session.send(_report(session.step, monotonic_ms, kind, value, lines))
+        session.send(report(session.step, monotonic_ms, f"{kind.__module__}.{kind.__qualname__}", _text(value), lines))
         _write_error_file(kind, value, lines)
     leave = _run(previous, kind, value, trace)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if session.send(b'{"kind": "holding", "monotonic_ms": %d}' % (time.monotonic_ns() // 1_000_000)):
-        session.hold(hold_s())
+    hold(session)
     if leave is not None:
         raise leave
+
+
+def hold(session: Session) -> None:
+    """Stay until the plan is made."""
+    if session.send(b'{"kind": "holding", "monotonic_ms": %d}' % (time.monotonic_ns() // 1_000_000)):
+        session.hold(hold_s())
 
 
 def _run(
@@ -126,13 +131,14 @@ def _text(value: BaseException) -> str:
         return f"(no message: {type(error).__name__})"
 
 
-def _report(step: int, monotonic_ms: int, kind: type[BaseException], value: BaseException, trace: str) -> bytes:
+def report(step: int, monotonic_ms: int, type_name: str, text: str, trace: str) -> bytes:
+    """What the agent is told of the exception that ends this worker."""
     import json
 
     message = {
         "kind": "exception",
-        "type": f"{kind.__module__}.{kind.__qualname__}",
-        "message": _text(value)[:MESSAGE_CHARS],
+        "type": type_name,
+        "message": text[:MESSAGE_CHARS],
         "last_lines": [line[:LINE_CHARS] for line in trace.splitlines()[-LAST_LINES:]],
         "step": step,
         "monotonic_ms": monotonic_ms,

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 
-from lmres.adapters.bootstrap.session import Session, hold_s
+from lmres.adapters.bootstrap import crash
+from lmres.adapters.bootstrap.session import Session
 from lmres.adapters.bootstrap.steps import ImportWatch, StepCounter
 
 TYPE_CHECKING = False  # of ours: importing typing takes longer than all the rest
@@ -60,7 +61,6 @@ def _kind(error: BaseException) -> str:
 
 def _build(torch: Any, settings: Any, session: Session, counter: StepCounter, reporter: Reporter) -> None:
     from lmres.adapters.resume.attach import build
-    from lmres.adapters.resume.keeper import Report
     from lmres.errors import StateError
     from lmres.gemini.edge.client import WorkerVault
 
@@ -70,15 +70,7 @@ def _build(torch: Any, settings: Any, session: Session, counter: StepCounter, re
     if settings.resume_step and (restored is None or restored.step != settings.resume_step):
         found = f"step {restored.step}" if restored is not None else "nothing"
         raise StateError(f"the vault has {found} for rank {rank}, the plan says step {settings.resume_step}")
-    report = Report(
-        captured=reporter.captured,
-        restored=reporter.restored,
-        elsewhere=reporter.elsewhere,
-        nonfinite=reporter.nonfinite,
-        off=reporter.off,
-        armed=reporter.armed,
-    )
-    attachment = build(torch, settings, vault, restored, report, counter.reached)
+    attachment = build(torch, settings, vault, restored, reporter, counter.reached)
     attachment.engine.on_failure = lambda error: give_up(session, "lmres.errors.ResumeError", str(error))
     session.attachment = attachment
     counter.follow(settings.resume_step)
@@ -139,20 +131,9 @@ class Reporter:
 
 def give_up(session: Session, type_name: str, message: str) -> NoReturn:
     """Ends this process as a crashed one: told, held for the plan, gone."""
-    import json
-
     sys.stderr.write(f"lmres: {message}\n")
     sys.stderr.flush()
-    report = {
-        "kind": "exception",
-        "type": type_name,
-        "message": message[:4096],
-        "last_lines": [],
-        "step": session.step,
-        "monotonic_ms": time.monotonic_ns() // 1_000_000,
-    }
     session.crashing = True
-    session.send(json.dumps(report).encode())
-    if session.send(b'{"kind": "holding", "monotonic_ms": %d}' % (time.monotonic_ns() // 1_000_000)):
-        session.hold(hold_s())
+    session.send(crash.report(session.step, time.monotonic_ns() // 1_000_000, type_name, message, ""))
+    crash.hold(session)
     os._exit(1)

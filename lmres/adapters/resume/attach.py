@@ -42,7 +42,7 @@ def build(
     report: Report,
     on_step: Callable[[int], None],
 ) -> Attachment:
-    """``vault``: a ``WorkerVault``; ``restored``: what it gave for this generation. Raises ResumeError when the state
+    """``vault``: a ``WorkerVault``; ``restored``: what it gave for this generation. Raises StateError when the state
     can not be read."""
     engine = Engine(
         resume_step=settings.resume_step if restored is not None else 0, on_step=on_step, on_problem=report.off

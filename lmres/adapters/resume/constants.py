@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-SAMPLES = 16
-
 
 class Constants:
     def __init__(self) -> None:

@@ -70,11 +70,27 @@ class Keeper(Protocol):
         ...
 
 
+class Ours:
+    """While it is entered, what runs is not the program's own code: it is passed through, and its reads are real."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.inside -= 1
+
+
 class Engine:
     """Shared by all patches; they read ``inside`` and ``skipping`` on every call."""
 
     def __init__(self, *, resume_step: int, on_step: Callable[[int], None], on_problem: Callable[[str], None]) -> None:
         self.inside = 0
+        self.ours = Ours(self)
         self.skipping = False
         self.logging = False
         self.phase: Phase = "setup"
@@ -178,11 +194,8 @@ class Engine:
                 self.give_up(str(error))
 
     def _inside(self, original: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        self.inside += 1
-        try:
+        with self.ours:
             return original(*arguments)
-        finally:
-            self.inside -= 1
 
     # -- phases -------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 from lmres.adapters.resume import attributes, clocks, frames, rng
 from lmres.adapters.resume.certificate import WAYS_OUT, Difference, OwnStart, differences, same, summary, variable
@@ -57,16 +57,15 @@ class _Capture:
     blocked_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Protocol):
     """Tells the agent; each call is one message."""
 
-    captured: Callable[[int, int, float], None]
-    restored: Callable[[int, str, int, float], None]
-    elsewhere: Callable[[int, int], None]
-    nonfinite: Callable[[int], None]
-    off: Callable[[str], None]
-    armed: Callable[[str, list[str]], None]
+    def captured(self, step: int, size: int, blocking_ms: float) -> None: ...
+    def restored(self, step: int, source: str, size: int, duration_ms: float) -> None: ...
+    def elsewhere(self, step: int, captured: int) -> None: ...
+    def nonfinite(self, step: int) -> None: ...
+    def off(self, reason: str) -> None: ...
+    def armed(self, adapter: str, parts: list[str]) -> None: ...
 
 
 class StateKeeper:
@@ -201,14 +200,12 @@ class StateKeeper:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """A part of ours that fails ends the protection, not the training."""
-        self._engine.inside += 1
-        try:
-            work()
-        except Exception as error:
-            self._pending = None
-            self._engine.give_up(str(error) if isinstance(error, LmresError) else f"capturing failed: {error!r}")
-        finally:
-            self._engine.inside -= 1
+        with self._engine.ours:
+            try:
+                work()
+            except Exception as error:
+                self._pending = None
+                self._engine.give_up(str(error) if isinstance(error, LmresError) else f"capturing failed: {error!r}")
 
     def _capture(self, step: int, arguments: tuple[Any, Any]) -> None:
         from lmres.adapters.capture.image import plan_layout
@@ -411,10 +408,6 @@ class StateKeeper:
             now = f"a {_dtype(place)} tensor of shape {list(place.shape)}" if place is not None else "(absent)"
             found.append(Difference(path=path, then=f"a {dtype} tensor of shape {shape}", now=now))
         return found
-
-    def close(self) -> None:
-        """In a process that ends: nothing more is taken."""
-        self._pending = None
 
 
 class _Modules:

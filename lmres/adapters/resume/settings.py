@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-VARIABLE = "LMRES_CHECKPOINT"
+from lmres.adapters.bootstrap import protect
+
+VARIABLE = protect.VARIABLE
 
 Resume = Literal["auto", "framework", "env", "fast_forward", "none"]
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import lmres
+from lmres.detached import package_root, start_detached
 from lmres.errors import RecordError, VaultError
 from lmres.gemini import session
 from lmres.gemini.edge import unix
@@ -40,8 +39,7 @@ START_S = 20.0
 CALL_S = 10.0
 FREEZE_S = 30.0
 
-# Without site (-S) nothing of the training environment runs in the vault, and the start is quick. The package's folders
-# come last, so that no module next to them hides one of the standard library.
+# The package's folders come last, so that no module next to them hides one of the standard library.
 _BOOTSTRAP = (
     "import sys, json; sys.path.extend(json.loads(sys.argv.pop(1))); "
     "from lmres.gemini.edge.vault_main import main; main(sys.argv[1:])"
@@ -279,30 +277,17 @@ def _hello(sock: socket.socket, options: Options, timeout_s: float) -> tuple[Mes
 
 def _spawn(path: Path, options: Options) -> subprocess.Popen[bytes]:
     """The socket is bound here, so that whoever connects before the vault serves waits in the listen queue."""
-    roots = [str(Path(lmres.__file__).resolve().parent.parent), *_library_folders()]
+    roots = [package_root(lmres.__file__), *_library_folders()]
     try:
         listener = unix.listen(path)
     except OSError as error:
         raise VaultError(f"the vault's socket {path} can not be made: {error.strerror or error}") from error
     said = json.dumps({**asdict(options), "socket_path": str(path)})
+    arguments = [json.dumps(roots), str(listener.fileno()), said]
     try:
-        log_fd = os.open(path.parent / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-S", "-c", _BOOTSTRAP, json.dumps(roots), str(listener.fileno()), said],
-                stdin=subprocess.DEVNULL,
-                stdout=log_fd,
-                stderr=log_fd,
-                cwd="/",
-                pass_fds=(listener.fileno(),),
-                start_new_session=True,
-            )
-        finally:
-            os.close(log_fd)
+        return start_detached(_BOOTSTRAP, arguments, listener=listener, log_path=path.parent / LOG_NAME)
     except OSError as error:
         raise VaultError(f"the vault process can not be started: {error}") from error
-    finally:
-        listener.close()
 
 
 def _library_folders() -> list[str]:
@@ -310,7 +295,7 @@ def _library_folders() -> list[str]:
     import psutil
     import xxhash
 
-    found = [str(Path(module.__file__).resolve().parent.parent) for module in (xxhash, psutil) if module.__file__]
+    found = [package_root(module.__file__) for module in (xxhash, psutil) if module.__file__]
     return list(dict.fromkeys(found))
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmres.adapters.bootstrap import protect
 from lmres.errors import ConfigError, ExitCode, LmresError, StoreError, StoreLost
 from lmres.ids import Keys
 from lmres.policy import Policy
@@ -343,7 +344,7 @@ class Node:
         os.environ.update(env)
         if self._safe is not None:
             self._safe.begin(safekeeping.scene_of(outcome.plan, outcome.slot, self._agent.view))
-            env["LMRES_CHECKPOINT"] = self._safe.settings(outcome.plan).encode()
+            env[protect.VARIABLE] = self._safe.settings(outcome.plan).encode()
         self._narrator.formed(group.generation)
         plan = outcome.plan
         restored = (plan.recovery_step, plan.recovery_origin) if plan.recovery_step else None

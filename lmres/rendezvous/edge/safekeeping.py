@@ -21,6 +21,7 @@ from lmres.errors import LmresError, VaultError
 from lmres.gemini.edge.vault import SOCKET_NAME, Vault
 from lmres.gemini.inventory import Holdings, topology_text
 from lmres.gemini.placement import Host, placement
+from lmres.gemini.restore import copies_of
 from lmres.gemini.session import Assignment, Peer, Prepare
 from lmres.policy import Policy
 from lmres.rendezvous.plan import Plan
@@ -75,14 +76,13 @@ def preparation(scene: Scene, *, local_world_size: int) -> Prepare | None:
         return None
     ranks = _ranks(scene.slot, local_world_size)
     key = (plan.recovery_step, plan.recovery_origin)
-    copies = [c for h in scene.holdings.values() for c in h.copies if (c.step, c.origin) == key]
     return Prepare(
         generation=plan.origin,
         step=plan.recovery_step,
         origin=plan.recovery_origin,
         ranks=ranks,
         sources=tuple(p for n in sorted(scene.holdings) if (p := _peer(scene.holdings[n])) is not None),
-        manifests=tuple(c for c in copies if c.rank in ranks),
+        manifests=copies_of(scene.holdings.values(), key, ranks),
     )
 
 

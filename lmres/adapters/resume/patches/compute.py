@@ -41,11 +41,8 @@ def _forwards(torch: Any, engine: Engine) -> None:
             engine.forward(self, (args, kwargs))
         if engine.skipping:
             return outputs.of(self, args, kwargs)
-        engine.inside += 1
-        try:
+        with engine.ours:
             return original(self, *args, **kwargs)
-        finally:
-            engine.inside -= 1
 
     base.__call__ = functools.wraps(original)(__call__)
 
@@ -115,16 +112,13 @@ class FakeOutputs:
     def _once(self, module: Any, args: Any, kwargs: Any) -> Any:
         from lmres.adapters.resume.rng import kept_rng
 
-        self._engine.inside += 1
-        try:
+        with self._engine.ours:
             with kept_rng(self._torch), self._torch.no_grad():
                 output = self._call(module, *args, **kwargs)
                 for part in module.modules():
                     if hasattr(part, "reshard") and hasattr(part, "unshard"):  # FSDP2 leaves the root unsharded
                         part.reshard()
             return output
-        finally:
-            self._engine.inside -= 1
 
     def _zeros(self, leaf: Any, grad: bool) -> Any:
         if not self._torch.is_tensor(leaf):
@@ -218,11 +212,8 @@ class _Begun:
 def _real_step(engine: Engine, original: Any, optimizer: Any, closure: Any, args: Any, kwargs: Any) -> Any:
     if closure is None:
         engine.before_step()
-        engine.inside += 1
-        try:
+        with engine.ours:
             return original(optimizer, *args, **kwargs)
-        finally:
-            engine.inside -= 1
 
     def user_closure() -> Any:
         """The program's code again: its forward may be a boundary."""
@@ -237,11 +228,8 @@ def _real_step(engine: Engine, original: Any, optimizer: Any, closure: Any, args
         kwargs = {**kwargs, "closure": user_closure}
     else:
         args = (user_closure, *args[1:])
-    engine.inside += 1
-    try:
+    with engine.ours:
         return original(optimizer, *args, **kwargs)
-    finally:
-        engine.inside -= 1
 
 
 def _scalers(torch: Any, engine: Engine) -> None:
@@ -260,11 +248,8 @@ def _scalers(torch: Any, engine: Engine) -> None:
         result = None
         if not engine.skipping:
             engine.before_step()
-            engine.inside += 1
-            try:
+            with engine.ours:
                 result = step(self, optimizer, *args, **kwargs)
-            finally:
-                engine.inside -= 1
         engine.attempted(optimizer)
         return result
 

@@ -101,19 +101,15 @@ class Loaders:
         if key not in self._batches:
             from torch.utils.data.dataloader import _DatasetKind
 
-            self._engine.inside += 1
-            try:
-                with kept_rng(self._torch):
-                    fetcher = _DatasetKind.create_fetcher(
-                        loader._dataset_kind,
-                        loader.dataset,
-                        loader._auto_collation,
-                        loader.collate_fn,
-                        loader.drop_last,
-                    )
-                    self._batches[key] = fetcher.fetch(indices)
-            finally:
-                self._engine.inside -= 1
+            with self._engine.ours, kept_rng(self._torch):
+                fetcher = _DatasetKind.create_fetcher(
+                    loader._dataset_kind,
+                    loader.dataset,
+                    loader._auto_collation,
+                    loader.collate_fn,
+                    loader.drop_last,
+                )
+                self._batches[key] = fetcher.fetch(indices)
         return self._batches[key]
 
     def notes(self) -> tuple[list[list[int]], bytes]:
@@ -165,24 +161,17 @@ class SkippedIterator:
             self._begin()
         if self._real is not None:
             return next(self._real)
-        self._engine.inside += 1
-        try:
+        with self._engine.ours:
             indices = next(self._sampler)
-        finally:
-            self._engine.inside -= 1
         self._loaders.note_delivery(self._number)
         return self._loaders.cached(self._loader, indices)
 
     def _begin(self) -> None:
         """The way back has ended earlier than thought: go on with real workers from here."""
-        self._engine.inside += 1
-        try:
-            with kept_rng(self._loaders._torch):
-                self._real = self._make(self._loader)
-                for _ in range(self._loaders.live[self._number].delivered):
-                    next(self._real)
-        finally:
-            self._engine.inside -= 1
+        with self._engine.ours, kept_rng(self._loaders._torch):
+            self._real = self._make(self._loader)
+            for _ in range(self._loaders.live[self._number].delivered):
+                next(self._real)
 
 
 def install(torch: Any, engine: Engine) -> Loaders:
@@ -204,8 +193,7 @@ def install(torch: Any, engine: Engine) -> Loaders:
             _genuine(torch, engine, always=True)
         number, known = loaders.made()
         loaders.live[number].kept = kept
-        engine.inside += 1
-        try:
+        with engine.ours:
             if (
                 engine.skipping
                 and known is None
@@ -216,8 +204,6 @@ def install(torch: Any, engine: Engine) -> Loaders:
             ):
                 return SkippedIterator(loaders, engine, self, make, number)
             iterator = make(self)
-        finally:
-            engine.inside -= 1
         iterator._lmres = (number, known, self)
         loaders.watch(number, iterator)
         return iterator
@@ -236,20 +222,14 @@ def install(torch: Any, engine: Engine) -> Loaders:
             if rng is not None:
                 set_rng(torch, rng)
             elif engine.skipping:
-                engine.inside += 1
-                try:
+                with engine.ours:
                     indices = self._next_index()
-                finally:
-                    engine.inside -= 1
                 self._num_yielded += 1
                 loaders.note_delivery(number)
                 return loaders.cached(loader, indices)
         loaders.note_delivery(number)
-        engine.inside += 1
-        try:
+        with engine.ours:
             return deliver(self)
-        finally:
-            engine.inside -= 1
 
     dataloader.DataLoader._get_iterator = _get_iterator
     base.__next__ = __next__
@@ -271,11 +251,8 @@ def _genuine(torch: Any, engine: Engine, *, always: bool = False) -> bytes | Non
 def _kept_delivery(torch: Any, engine: Engine, loaders: Loaders, deliver: Any, iterator: Any) -> Any:
     """The states are noted only where fetching draws from them."""
     before = _genuine(torch, engine)
-    engine.inside += 1
-    try:
+    with engine.ours:
         batch = deliver(iterator)
-    finally:
-        engine.inside -= 1
     if before is not None and before != Noted(get_rng(torch)).packed():
         engine.note_generators(before)
     return batch

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import lmres
+from lmres.detached import package_root, start_detached
 from lmres.errors import ConfigError
 from lmres.rendezvous.edge.stores.sockets import LISTEN_BACKLOG
 
-# Without site (-S) the start takes a third less, and nothing of the training environment runs in the store. The
-# package's folder comes last, so that no module next to it hides one of the standard library.
+# The package's folder comes last, so that no module next to it hides one of the standard library.
 _BOOTSTRAP = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
     "from lmres.rendezvous.edge.stores.tcp_server import main; main(sys.argv[1:])"
@@ -59,28 +57,13 @@ def start_server(
     The process leads a session of its own and has nothing of this one open but the socket and the log. The caller
     keeps the Popen and polls it, so that no zombie stays if the server ends first; it never has to end it.
     """
-    root = str(Path(lmres.__file__).resolve().parent.parent)
-    fd = listener.fileno()
-    numbers = {"fd": fd, "linger-ms": linger_ms, "first-agent-ms": first_agent_ms, "stall-ms": stall_ms}
+    numbers = {"fd": listener.fileno(), "linger-ms": linger_ms, "first-agent-ms": first_agent_ms, "stall-ms": stall_ms}
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
+    arguments = [package_root(lmres.__file__), *options]
     try:
-        log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-S", "-c", _BOOTSTRAP, root, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=log_fd,
-                stderr=log_fd,
-                cwd="/",
-                pass_fds=(fd,),
-                start_new_session=True,
-            )
-        finally:
-            os.close(log_fd)
+        return start_detached(_BOOTSTRAP, arguments, listener=listener, log_path=log_path)
     except OSError as error:
         raise ConfigError(f"cannot start the store process, log {log_path}: {error}") from error
-    finally:
-        listener.close()
 
 
 def _listen(addresses: Sequence[str], port: int) -> socket.socket:
