@@ -233,7 +233,9 @@ def test_both_nodes_lost_the_files_are_used(tmp_path: Path) -> None:
             node.kill_node()
         run.assert_bitwise()
         plan = run.cluster.all_events("plan_committed", to_generation=2)[-1]
-        assert plan["recovery_step"] in (4, 8) and set(plan["recovery_source"].values()) == {"durable"}
+        # A busy machine makes more steps before the second kill.
+        assert plan["recovery_step"] >= 4 and plan["recovery_step"] % 4 == 0, plan["reason"]
+        assert set(plan["recovery_source"].values()) == {"durable"}
         steps = sorted(p.name for p in (tmp_path / "files").rglob("step-*"))
         assert len(steps) <= 2, steps
 
