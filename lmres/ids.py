@@ -87,5 +87,11 @@ class Keys:
     def banned(self, step: int, origin: int) -> str:
         return f"{self.reg}banned/{origin:08d}-{step:012d}"
 
+    def sighting(self, generation: int, node_id: str) -> str:
+        return f"{self.reg}sighting/{generation:08d}/{node_id}"
+
+    def health(self, node_id: str) -> str:
+        return f"{self.reg}health/{node_id}"
+
     def recovered(self, generation: int, node_id: str) -> str:
         return f"{self.reg}recovered/{generation:08d}/{node_id}"

@@ -59,8 +59,12 @@ def choose(
     local_world_size: int,
     topology: str,
     banned: frozenset[tuple[int, int]] = frozenset(),
+    trusted: tuple[int, int] | None = None,
 ) -> Choice | Nothing:
-    """``holdings``: of the live vaults, one per node, all fresh. ``slots``: the node of each slot of the new group."""
+    """``holdings``: of the live vaults, one per node, all fresh. ``slots``: the node of each slot of the new group.
+
+    ``trusted``: no newer key is restored; None: any may be.
+    """
     stock = holdings if isinstance(holdings, Stock) else Stock.of(holdings)
     homes = {s * local_world_size + i: slots[s] for s in sorted(slots) for i in range(local_world_size)}
     refused: list[str] = []
@@ -68,7 +72,7 @@ def choose(
         copies = [c for c in stock.copies[key] if c.topology == topology]
         if not copies:
             continue
-        why = _excluded(key, stock.copies[key], banned)
+        why = _excluded(key, stock.copies[key], banned, trusted)
         by_rank: dict[int, list[Copy]] = {}
         for c in copies:
             by_rank.setdefault(c.rank, []).append(c)
@@ -160,7 +164,9 @@ def _look(stock: Stock, copy: Copy, home: str) -> _Found:
     return _Found(source=max(sources, key=_FARTHEST.__getitem__), missing=tuple(missing), trust=copy.trust)
 
 
-def _excluded(key: Key, copies: list[Copy], banned: frozenset[tuple[int, int]]) -> str:
+def _excluded(key: Key, copies: list[Copy], banned: frozenset[tuple[int, int]], trusted: tuple[int, int] | None) -> str:
+    if trusted is not None and key > trusted:
+        return "is newer than what is trusted"
     if key in banned:
         return "is banned, because it led to a failure before"
     if not all(c.finite for c in copies):

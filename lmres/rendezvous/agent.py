@@ -33,12 +33,14 @@ from lmres.rendezvous.decide import Commit, Decision, Finish, Observed, Wait, de
 from lmres.rendezvous.joining import Joining, end_of_run, run_is_over
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.ledger import Displaced, Ledger, StoreReset
-from lmres.rendezvous.notes import fault_note, gone_cause, plan_note
+from lmres.rendezvous.looking import LOOK_MS, alarmed, is_told, localized, unseen, witness
+from lmres.rendezvous.notes import fault_note, gone_cause, look_note, plan_note, unfit_note
 from lmres.rendezvous.parting import Partings, Witness
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.resume import TELL_MS
 from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Requests, Settings, Standing
-from lmres.rendezvous.state import Done, Formed, Member, Ready, View
+from lmres.rendezvous.state import Done, Formed, Health, Member, Ready, View
+from lmres.scout.sighting import Sighting
 
 BRIEF_MS = 40
 """After a clear cause: what failed together on several nodes, or on one, is then one decision in most cases."""
@@ -76,6 +78,8 @@ class Agent:
     _waiting_ms: int | None = None
     _untold_ms: dict[str, int] = field(default_factory=dict)
     _freeze: int | None = None
+    _look: int | None = None
+    _looking_ms: int | None = None
     _alert: bool = False
     _due_ms: int | None = None
     _notes: list[Note] = field(default_factory=list)
@@ -112,7 +116,7 @@ class Agent:
 
     def round(self, inputs: Inputs) -> Generator[Txn, TxnResult, Outcome]:
         """One round. May be abandoned between any two requests; the next one starts from what was confirmed."""
-        self._due_ms = self._freeze = None
+        self._due_ms = self._freeze = self._look = None
         self._alert = False
         if self._started_ms is None:
             self._started_ms = inputs.now_ms
@@ -142,6 +146,8 @@ class Agent:
             yield from self._declare_lost(inputs)
             yield from self._advance(inputs)
             yield from self._tell_holdings(inputs)
+            yield from self._tell_health(inputs)
+            yield from self._tell_sighting(inputs)
             yield from self._decide(inputs)
             self._follow(inputs)
             self._tell()
@@ -210,6 +216,28 @@ class Agent:
             return
         yield from self.ledger.write(Put(key=key, value=encode(record)), compares=(self.ledger.unchanged(formed),))
 
+    def _tell_health(self, inputs: Inputs) -> Requests:
+        health = inputs.health
+        if health is None:
+            return
+        key = self.keys.health(self.me.node_id)
+        record = replace(health, node_id=self.me.node_id, incarnation=self.me.incarnation)
+        if record.fit and self.view.get(key, Health) is None:
+            return  # nobody asks for it
+        if not self.view.holds(key, record):
+            yield from self.ledger.write(Put(key=key, value=encode(record)))
+
+    def _tell_sighting(self, inputs: Inputs) -> Requests:
+        """The newest one, once."""
+        seen, slot = inputs.sighting, self._slot()
+        if seen is None or slot is None or seen.generation != self._generation():
+            return
+        key = self.keys.sighting(seen.generation, self.me.node_id)
+        record = replace(seen, node_id=self.me.node_id, incarnation=self.me.incarnation)
+        said = self.view.get(key, Sighting)
+        if said is None or said.incarnation != record.incarnation or said.number < record.number:
+            yield from self.ledger.write(Put(key=key, value=encode(record)))
+
     def _declare_lost(self, inputs: Inputs) -> Requests:
         leases, now_ms = self.ledger.leases, inputs.now_ms
         self.partings.observe(self.view, leases, now_ms)
@@ -275,8 +303,11 @@ class Agent:
         """Everybody must know whether a plan is coming; only observers make it."""
         self._mark_times(inputs.now_ms)
         settings = self.settings
-        decision = decide(self.view, settings.recovery, self._observed(inputs), settings.checkpointing)
+        decision = decide(
+            self.view, settings.recovery, self._observed(inputs), settings.checkpointing, watched=settings.watched
+        )
         self._mark_freeze(decision)
+        self._mark_look(decision, inputs)
         if self.ledger.observer_index() is None:
             return
         match decision:
@@ -301,6 +332,15 @@ class Agent:
             case Finish():
                 wanted = False
         self._freeze = self._generation() if wanted and self.settings.checkpointing.enabled else None
+
+    def _mark_look(self, decision: Decision, inputs: Inputs) -> None:
+        """Everybody that is asked looks, also those that do not decide."""
+        asked = decision.unseen if isinstance(decision, Wait) else ()
+        if not asked:
+            self._looking_ms = None
+        elif self._looking_ms is None:
+            self._looking_ms = self.ledger.leases.attended_ms(inputs.now_ms)
+        self._look = self._generation() if self.me.node_id in asked else None
 
     def _generation(self) -> int:
         head = self.view.head()
@@ -347,6 +387,7 @@ class Agent:
             silent=frozenset(m.node_id for m in self.ledger.watched() if leases.is_silent(m.node_id, now_ms)),
             generation_ms=now_ms - self._formed_seen[1] if formed else 0,
             wait_over=waited >= self.settings.join_timeout_ms,
+            unlooked=self._looking_ms is not None and attended_ms - self._looking_ms >= LOOK_MS,
             overdue=frozenset(m.node_id for m in self.view.live_members() if self._is_overdue(m, attended_ms)),
         )
 
@@ -450,6 +491,7 @@ class Agent:
             self._notes.append(plan_note(plan))
             self._told_generation = plan.generation
         self._tell_faults(head.generation)
+        self._tell_unfit(head)
         for node in head.active:
             gone = self.view.gone(node.node_id)
             if gone is not None and gone.incarnation == node.incarnation and head.action != "stop":
@@ -459,7 +501,28 @@ class Agent:
     def _tell_faults(self, generation: int) -> None:
         for e in self.view.evidence(generation):
             key = f"evidence {generation} {e.reporter} {e.cause.pid} {e.cause.node_id} {e.at_ms}"
-            self._once(key, fault_note(e.cause, e.weight, e.reporter, generation))
+            self._once(key, fault_note(e.cause, e.weight, e.reporter, generation, attributed=e.attributed))
+        self._tell_seen(generation)
+
+    def _tell_seen(self, generation: int) -> None:
+        """What came of an alarm, when all have told, or when a plan was made of it."""
+        head = next((p for p in self.view.plans_after(generation - 1) if p.generation == generation), None)
+        if head is None or not self.settings.watched or head.action == "stop" or alarmed(self.view, head) is None:
+            return
+        over = self.view.plans_after(generation)
+        if not over and unseen(self.view, head, frozenset(self.view.done(generation))):
+            return
+        found = localized(self.view, head)
+        headline = witness(self.view, head, found).cause.headline()
+        seen = [s for s in self.view.sightings(generation).values() if is_told(self.view, head, s.node_id)]
+        self._once(f"seen {generation}", look_note(found, seen, generation, headline))
+
+    def _tell_unfit(self, head: Plan) -> None:
+        for node in head.active:
+            reason, member = self.view.unfit_reason(node.node_id), self.view.member(node.node_id)
+            if reason is not None and member is not None and head.action != "stop":
+                revision = self.view.mod_revision(self.keys.health(node.node_id))
+                self._once(f"unfit {node.incarnation} {revision}", unfit_note(member, reason, head.generation))
 
     def _once(self, key: str, note: Note) -> None:
         if key not in self._told:
@@ -483,6 +546,7 @@ class Agent:
             charged=slot is not None and any(self.me.node_id in p.charged for p in self._unseen_plans(inputs)),
             alert=self._alert,
             freeze=self._freeze if self.end is None else None,
+            look=self._look if self.end is None else None,
             end=self.end,
             notes=notes,
         )

@@ -17,7 +17,8 @@ from lmres.scout.evidence import WEIGHT_ORDER
 
 SOON_MS = 120_000
 """A failure this soon after the start of its generation may be "the same" even where no step is known."""
-_STRIKING = frozenset({"process_crash", "out_of_memory"})
+_STRIKING = frozenset({"process_crash", "out_of_memory", "hang"})
+_LOCALIZED = frozenset({"hang", "collective_desync", "silent_corruption"})
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|[0-9]+")
 
 NO_WAY_BACK = "lmres.errors.ResumeError"
@@ -33,6 +34,7 @@ class Witness:
     at_ms: int = 0
     fit: bool = True
     slot: int | None = None
+    attributed: bool = True
 
 
 def witnesses(view: View, head: Plan, done: frozenset[str]) -> list[Witness]:
@@ -40,7 +42,7 @@ def witnesses(view: View, head: Plan, done: frozenset[str]) -> list[Witness]:
     found = []
     prefix = f"{view.keys.reg}evidence/{head.generation:08d}/"
     for stored, e in view.under(prefix, Evidence):
-        if e.generation == head.generation:
+        if e.generation == head.generation and e.reaction == "recover":
             found.append(
                 Witness(
                     weight=e.weight,
@@ -49,6 +51,7 @@ def witnesses(view: View, head: Plan, done: frozenset[str]) -> list[Witness]:
                     boot_id=e.boot_id,
                     at_ms=e.at_ms,
                     fit=e.fit,
+                    attributed=e.attributed,
                 )
             )
     for node in head.active:
@@ -118,7 +121,7 @@ def is_clear(first: Witness | None, found: list[Witness]) -> bool:
     say which one is not.
     """
     if first is None or first.weight == "primary":
-        return True
+        return first is None or first.attributed
     doubtful = {w.cause.node_id for w in found if w.weight == "ambiguous"}
     return first.weight == "ambiguous" and len(doubtful) == 1
 
@@ -161,6 +164,8 @@ def _signature(first: Witness, clear: bool, *, restored: bool) -> str:
         if cause.exit_status < 0 and not cause.step:
             return ""
         what = f"rank {cause.rank} {cause.detail}"
+    elif cause.failure_class in _LOCALIZED and cause.step:
+        what = f"rank {cause.rank}"
     elif cause.failure_class == "node_lost" and cause.step:
         what = f"slot {first.slot}"
     else:

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 from lmres.errors import ExitCode
 from lmres.policy import Recovery
-from lmres.rendezvous import blame
+from lmres.rendezvous import blame, looking
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.plan import (
     Action,
@@ -31,7 +31,7 @@ from lmres.rendezvous.plan import (
     Streak,
     Strike,
 )
-from lmres.rendezvous.resume import Checkpointing, Known, Resume, resume, untold
+from lmres.rendezvous.resume import Checkpointing, Known, Resume, newest_trusted, resume, untold
 from lmres.rendezvous.state import Finished, Member, RunConfig, View
 from lmres.rendezvous.vacancies import Vacancy, candidates, missing, pick, struck
 
@@ -46,7 +46,8 @@ class Observed:
     ``unconfirmed``: active nodes not heard from since the evidence came. ``silent``: nodes whose lease is quiet but
     not over. ``late``: active nodes that did not become ready in time. ``generation_ms``: how long the newest
     generation has lasted. ``wait_over``: the wait for a standby has lasted longer than allowed. ``overdue``: members
-    that have had long enough to tell what state they hold, and have not.
+    that have had long enough to tell what state they hold, and have not. ``unlooked``: the time to tell what workers
+    are doing is over.
     """
 
     unconfirmed: frozenset[str] = frozenset()
@@ -55,16 +56,21 @@ class Observed:
     generation_ms: int = 0
     wait_over: bool = False
     overdue: frozenset[str] = frozenset()
+    unlooked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """``freeze``: a plan is coming, so vaults must say what they hold. ``untold``: those that have not done so."""
+    """``freeze``: a plan is coming, so vaults must say what they hold. ``untold``: those that have not done so.
+
+    ``unseen``: those that have not yet said what their workers are doing.
+    """
 
     reason: str
     for_standby: bool = False
     freeze: bool = False
     untold: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +87,18 @@ class Finish:
 Decision: TypeAlias = Wait | Commit | Finish
 
 
-def decide(view: View, policy: Recovery, observed: Observed, checkpointing: Checkpointing = _OFF) -> Decision:
-    """The next step for these records. Raises nothing; unreadable records count as absent."""
+def decide(
+    view: View,
+    policy: Recovery,
+    observed: Observed,
+    checkpointing: Checkpointing = _OFF,
+    *,
+    watched: bool = False,
+) -> Decision:
+    """The next step for these records. Raises nothing; unreadable records count as absent.
+
+    ``watched``: agents can tell what their workers are doing.
+    """
     config, head = view.config, view.head()
     if config is None:
         return Wait(reason="the run has no configuration yet")
@@ -92,7 +108,14 @@ def decide(view: View, policy: Recovery, observed: Observed, checkpointing: Chec
     if head is None and stop is not None:
         reason = f"stopped by the operator before it started: {stop.reason}"
         return _never_started(reason, ExitCode.TRAINING_FAILED)
-    rules = _Rules(view=view, config=config, policy=policy, observed=observed, checkpointing=checkpointing)
+    rules = _Rules(
+        view=view,
+        config=config,
+        policy=policy,
+        observed=observed,
+        checkpointing=checkpointing,
+        watched=watched,
+    )
     if head is None:
         return _start(rules)
     if head.action == "stop":
@@ -120,6 +143,7 @@ class _Rules:
     policy: Recovery
     observed: Observed
     checkpointing: Checkpointing
+    watched: bool
     _known: list[Known] = field(default_factory=list)
 
     def wait_for_holdings(self, head: Plan | None, silent: frozenset[str] = frozenset()) -> Wait | None:
@@ -136,7 +160,8 @@ class _Rules:
             return None
         if not self._known:
             self._known.append(Known.of(self.view, head))
-        return resume(self.view, self.config, head, active, self._known[0])
+        trusted = newest_trusted(self.view, head) if head is not None else None
+        return resume(self.view, self.config, head, active, self._known[0], trusted=trusted)
 
 
 def _never_started(reason: str, code: ExitCode) -> Finish:
@@ -145,10 +170,14 @@ def _never_started(reason: str, code: ExitCode) -> Finish:
 
 def _start(rules: _Rules) -> Decision:
     view, min_nodes = rules.view, rules.config.min_nodes
-    ready = [m for m in view.live_members() if view.quarantine_reason(m.node_id) is None]
+    usable = [m for m in view.live_members() if view.quarantine_reason(m.node_id) is None]
+    ready = [m for m in usable if view.unfit_reason(m.node_id) is None]
     if len(ready) < min_nodes:
         names = ", ".join(m.node_id for m in ready) or "none"
-        return Wait(reason=f"{len(ready)} of {min_nodes} nodes have joined ({names})", freeze=True)
+        unfit = "".join(
+            f"; {m.node_id} is unhealthy ({view.unfit_reason(m.node_id)})" for m in usable if m not in ready
+        )
+        return Wait(reason=f"{len(ready)} of {min_nodes} nodes have joined ({names}){unfit}", freeze=True)
     waits = rules.wait_for_holdings(None)
     if waits is not None:
         return waits
@@ -178,9 +207,16 @@ def _recover(rules: _Rules, head: Plan, done: frozenset[str]) -> Decision:
     found = blame.witnesses(view, head, done) + blame.late_witnesses(view, head, observed.late)
     vacancies = missing(view, head, found)
     needed = [v for v in vacancies if v.node.node_id not in done]
-    if not found and not needed:
+    alarm = looking.alarmed(view, head) if rules.watched else None
+    if not found and not needed and alarm is None:
         return Wait(reason=f"generation {head.generation} is running")
     first = blame.first_cause(found)
+    if rules.watched and (first is None or first.weight != "primary"):
+        seen = _look(rules, head, done, is_vague=first is not None)
+        if isinstance(seen, Wait):
+            return seen
+        found += seen
+        first = blame.first_cause(found)
     vague = first is not None and first.weight != "primary"
     unheard = observed.unconfirmed - {v.node.node_id for v in vacancies if v.hard}
     if vague and unheard:
@@ -222,6 +258,25 @@ def _recover(rules: _Rules, head: Plan, done: frozenset[str]) -> Decision:
             state=state,
         ),
     )
+
+
+def _look(rules: _Rules, head: Plan, done: frozenset[str], *, is_vague: bool) -> Wait | list[blame.Witness]:
+    """What the workers' own marks say, where an alarm stands or ``is_vague``, what has failed says little itself.
+
+    Not frozen meanwhile: an alarm may be withdrawn.
+    """
+    alarm = looking.alarmed(rules.view, head)
+    if alarm is None and not is_vague:
+        return []
+    names = looking.unseen(rules.view, head, done)
+    if names and not rules.observed.unlooked:
+        what = "workers failed as if a peer had gone" if is_vague else "a worker makes no progress"
+        reason = f"{what}; not yet told what their workers are doing: {', '.join(names)}"
+        return Wait(reason=reason, freeze=is_vague, unseen=names)
+    found = looking.localized(rules.view, head)
+    if is_vague and found.failure_class != "collective_desync":
+        return []
+    return [looking.witness(rules.view, head, found)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,14 +406,14 @@ def _plan(
         generation=generation,
         from_generation=head.generation,
         action=action,
-        failure_class=first.cause.failure_class if first is not None else "drain",
+        failure_class=first.cause.failure_class if first is not None else filled[0].failure_class,
         active=active,
         standby=standby,
         quarantined=tuple(quarantined),
         reason=_reason(first, filled, kept, chosen),
         recovery_source={str(n.slot): "none" for n in active},
         verdict="attributed" if case.clear else "inconclusive",
-        cause=first.cause if first is not None else None,
+        cause=first.cause if first is not None else filled[0].cause,
         charged=(case.charged.node_id,) if case.charged is not None and case.charged.slot not in chosen else (),
         dismissed=dismissed,
         strikes=tuple(s for s in case.strikes if s.node_id not in aside),

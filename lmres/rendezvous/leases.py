@@ -14,6 +14,7 @@ from lmres.errors import RecordError
 from lmres.ports import Entry
 from lmres.rendezvous.codec import decode
 from lmres.rendezvous.state import Lease
+from lmres.scout.sighting import Pace
 
 
 @dataclass(slots=True)
@@ -106,6 +107,10 @@ class LeaseTable:
     def step(self, node_id: str) -> int | None:
         seen = self._seen.get(node_id)
         return seen.lease.step if seen is not None else None
+
+    def paces(self, node_id: str) -> tuple[Pace, ...]:
+        seen = self._seen.get(node_id)
+        return seen.lease.paces if seen is not None else ()
 
     def quiet_ms(self, node_id: str, now_ms: int) -> int:
         """How long the lease has stood still; 0 for one never seen."""

@@ -115,7 +115,11 @@ class Ledger:
 
     def beat(self, inputs: Inputs) -> Put:
         lease = Lease(
-            incarnation=self.me.incarnation, counter=self._counter + 1, step=inputs.step, keeping=inputs.keeping
+            incarnation=self.me.incarnation,
+            counter=self._counter + 1,
+            step=inputs.step,
+            keeping=inputs.keeping,
+            paces=inputs.paces,
         )
         return Put(key=self.keys.lease(self.me.node_id), value=encode(lease))
 
@@ -172,7 +176,7 @@ class Ledger:
 
     def prune(self, generation: int) -> Requests:
         """Drops the details of a generation long past; its plan stays."""
-        kinds = ("evidence", "ready", "done", "recovered")
+        kinds = ("evidence", "sighting", "ready", "done", "recovered")
         prefixes = tuple(f"{self.keys.reg}{kind}/{generation:08d}/" for kind in kinds)
         yield Txn(compares=(self._registration(),), success=tuple(DeletePrefix(prefix=p) for p in prefixes))
         self.view.drop(prefixes)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from lmres.rendezvous.codec import to_plain
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.rounds import Note
 from lmres.rendezvous.state import Gone, Member
+from lmres.scout.localize import Localized
+from lmres.scout.sighting import Sighting
 
 
-def fault_note(cause: Cause, weight: str, reporter: str, generation: int) -> Note:
+def fault_note(cause: Cause, weight: str, reporter: str, generation: int, *, attributed: bool = True) -> Note:
     """A ``fault_detected`` event. A broken connection alone names no suspect."""
-    suspects = [] if weight == "secondary" else [{"node_id": cause.node_id, "rank": cause.rank}]
+    suspects = [] if weight == "secondary" or not cause.node_id else [{"node_id": cause.node_id, "rank": cause.rank}]
+    if cause.suspects:
+        suspects = [{"node_id": s.node_id, "rank": s.rank} for s in cause.suspects]
     evidence = {
         "reporter": reporter,
         "weight": weight,
@@ -31,9 +38,39 @@ def fault_note(cause: Cause, weight: str, reporter: str, generation: int) -> Not
             "generation": generation,
             "failure_class": cause.failure_class,
             "suspects": suspects,
-            "verdict": "inconclusive" if weight == "secondary" else "attributed",
+            "verdict": "inconclusive" if weight == "secondary" or not attributed else "attributed",
             "evidence": [evidence],
             "detail": cause.headline(),
+        },
+    )
+
+
+def look_note(found: Localized, sightings: Iterable[Sighting], generation: int, headline: str) -> Note:
+    """A ``fault_detected`` event from what was seen of all workers, with their stacks."""
+    return Note(
+        event="fault_detected",
+        fields={
+            "generation": generation,
+            "failure_class": found.failure_class,
+            "suspects": [{"node_id": s.node_id, "rank": s.rank} for s in found.suspects],
+            "verdict": found.verdict,
+            "evidence": [{"reporter": s.node_id, **to_plain(w)} for s in sightings for w in s.workers],
+            "detail": headline,
+        },
+    )
+
+
+def unfit_note(member: Member, reason: str, generation: int) -> Note:
+    """A ``fault_detected`` event of an active node whose host is unfit."""
+    return Note(
+        event="fault_detected",
+        fields={
+            "generation": generation,
+            "failure_class": "node_unhealthy",
+            "suspects": [{"node_id": member.node_id, "rank": None}],
+            "verdict": "attributed",
+            "evidence": [{"reporter": member.node_id, "weight": "primary", "host": member.host}],
+            "detail": f"node {member.node_id} (host {member.host}): {reason}",
         },
     )
 

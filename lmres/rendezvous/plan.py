@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from lmres.scout.localize import Suspect
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 Action = Literal["start", "restart", "replace", "shrink", "stop"]
@@ -33,7 +35,8 @@ class Cause:
 
     ``exit_status`` as in ``Popen.returncode``: negative for a signal. ``step`` is the number of optimizer steps
     completed by that rank, None when unknown. ``rank`` is None when a whole node is meant. ``detect_ms``: from the
-    failure to its witness's notice, as far as the witness can tell.
+    failure to its witness's notice, as far as the witness can tell. ``suspects``: where more than one rank, or none for
+    sure, is meant. ``node_id`` is empty where no node is named.
     """
 
     failure_class: str
@@ -48,9 +51,12 @@ class Cause:
     exception: ExceptionInfo | None = None
     step: int | None = None
     detect_ms: int | None = None
+    suspects: tuple[Suspect, ...] = ()
 
     def headline(self) -> str:
         """One line: who, where, what."""
+        if not self.node_id:
+            return plain_text(self.detail)
         who = f"rank {self.rank} on {self.node_id}" if self.rank is not None else f"node {self.node_id}"
         step = f" after step {self.step}" if self.step is not None else ""
         return plain_text(f"{who} (host {self.host}): {self.detail}{step}")

@@ -92,8 +92,22 @@ class Known:
         return Known(held=held, stock=Stock.of(held))
 
 
-def resume(view: View, config: RunConfig, head: Plan | None, active: Iterable[ActiveNode], known: Known) -> Resume:
-    """From what has been told so far."""
+def newest_trusted(view: View, head: Plan) -> tuple[int, int] | None:
+    """No state newer than this may be restored, as evidence of this generation says; None: any may."""
+    told = [e.trusted for e in view.evidence(head.generation) if e.reaction == "recover" and e.trusted is not None]
+    return min(told, default=None)
+
+
+def resume(
+    view: View,
+    config: RunConfig,
+    head: Plan | None,
+    active: Iterable[ActiveNode],
+    known: Known,
+    *,
+    trusted: tuple[int, int] | None = None,
+) -> Resume:
+    """From what has been told so far. ``trusted``: the newest state that may be restored, None for any."""
     slots = {n.slot: n.node_id for n in active}
     held = known.held
     newest = max((key.origin for key in known.stock.copies), default=0)
@@ -104,6 +118,7 @@ def resume(view: View, config: RunConfig, head: Plan | None, active: Iterable[Ac
         local_world_size=config.local_world_size,
         topology=topology_text(nodes=len(slots), local_world_size=config.local_world_size),
         banned=frozenset((b.step, b.origin) for b in view.banned()),
+        trusted=trusted,
     )
     silence = _without(view, held)
     match found:

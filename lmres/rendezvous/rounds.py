@@ -12,7 +12,8 @@ from lmres.policy import Recovery
 from lmres.ports import Txn, TxnResult
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.resume import Checkpointing
-from lmres.rendezvous.state import Banned, Evidence, Formed, Keeping, Member, Recovered, RunConfig
+from lmres.rendezvous.state import Banned, Evidence, Formed, Health, Keeping, Member, Recovered, RunConfig
+from lmres.scout.sighting import Pace, Sighting
 
 Requests: TypeAlias = Generator[Txn, TxnResult, None]
 Asked: TypeAlias = Generator[Txn, TxnResult, bool]
@@ -21,7 +22,10 @@ Standing = Literal["joining", "standby", "quarantined", "active", "ended"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What does not change during an agent's life. ``me.incarnation`` is the first one."""
+    """What does not change during an agent's life. ``me.incarnation`` is the first one.
+
+    ``watched``: agents can tell what their workers are doing.
+    """
 
     keys: Keys
     me: Member
@@ -30,6 +34,7 @@ class Settings:
     join_timeout_ms: int
     form_timeout_ms: int
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    watched: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,8 @@ class Inputs:
     of whose local workers ended with 0. ``faults``: all evidence collected here so far, in order. ``holdings``: what
     the vault holds, frozen in the generation that ``Outcome.freeze`` asked for; forgotten when workers of that
     generation are started. ``banned``: all states found bad here so far. ``broken``: the members to which
-    connections are broken now.
+    connections are broken now. ``sighting``: the newest one of the workers here, None if there was no cause to look.
+    ``health``: what the host's checks say, None while they have not. ``paces``: of the local ranks.
     """
 
     now_ms: int
@@ -75,6 +81,9 @@ class Inputs:
     banned: tuple[Banned, ...] = ()
     keeping: Keeping | None = None
     broken: tuple[Broken, ...] = ()
+    sighting: Sighting | None = None
+    health: Health | None = None
+    paces: tuple[Pace, ...] = ()
     leave: Leave | None = None
 
 
@@ -103,7 +112,8 @@ class Outcome:
     ``stop_workers`` speaks of the workers that the round knew, those of ``workers_generation``; newer ones, started
     while the round was on its way, are not meant. ``alert``: ``waiting_for`` is something a person should know.
     ``freeze``: a plan is coming, so what the vault holds in this generation must be told: it is frozen, if workers of
-    the generation were started here, for as long as the generation lasts.
+    the generation were started here, for as long as the generation lasts. ``look``: somebody has raised an alarm in
+    this generation, so what the workers here are doing must be told.
     """
 
     standing: Standing
@@ -117,5 +127,6 @@ class Outcome:
     charged: bool = False
     alert: bool = False
     freeze: int | None = None
+    look: int | None = None
     end: End | None = None
     notes: tuple[Note, ...] = ()

@@ -13,6 +13,8 @@ Gone        its agent or observers  this incarnation left, or was found lost; fi
 Parted      the witness             its connections to an incarnation broke, or are there again (``parting.py``)
 Hold        the operator            drain or readmit a node; the latest one counts
 Evidence    the witness             what was seen to fail in a generation
+Sighting    its agent               what its workers were doing, after an alarm (``lmres.scout.sighting``)
+Health      its agent               whether its host is fit for training; written when that changes
 Plan        one agent, once         the only plan of its generation; never changes (``plan.py``)
 Ready       its agent               its old workers are gone, it waits for the plan's group
 Formed      slot 0                  all were ready: where the group meets; never changes
@@ -40,6 +42,7 @@ from lmres.ids import Keys
 from lmres.ports import Entry
 from lmres.rendezvous.codec import decode
 from lmres.rendezvous.plan import Cause, Plan
+from lmres.scout.sighting import Pace, Sighting
 
 T = TypeVar("T")
 
@@ -108,6 +111,7 @@ class Lease:
     counter: int
     step: int | None = None
     keeping: Keeping | None = None
+    paces: tuple[Pace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +167,11 @@ class StopRequest:
 class Evidence:
     """One failure as its witness saw it.
 
+    ``reaction``: ``recover``, a plan follows; ``replace``, nothing has failed yet, and the suspect's node is replaced
+    when a standby is there; ``report``, it is told and nothing follows. ``evict``: with ``recover``, the node is put
+    aside if a standby is there. ``trusted``: with ``recover``, only states up to this (step, origin) are restored.
+    ``attributed`` False: it is not known who is at fault; nobody is struck or put aside for it.
+
     ``cause`` names node, rank, exit code or exception. ``at_ms`` is the witness's CLOCK_MONOTONIC, comparable only
     between records of one ``boot_id``. ``fit`` False says that the suspect's node cannot go on at all.
     """
@@ -175,6 +184,20 @@ class Evidence:
     boot_id: str
     at_ms: int
     fit: bool = True
+    reaction: Literal["recover", "replace", "report"] = "recover"
+    evict: bool = False
+    trusted: tuple[int, int] | None = None
+    attributed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether the host of this incarnation is fit for training. ``reason``: one line, empty while it is."""
+
+    node_id: str
+    incarnation: str
+    fit: bool
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +275,8 @@ _SECTIONS: dict[str, type] = {
     "hold": Hold,
     "stop": StopRequest,
     "evidence": Evidence,
+    "sighting": Sighting,
+    "health": Health,
     "plan": Plan,
     "ready": Ready,
     "formed": Formed,
@@ -341,6 +366,10 @@ class View:
                 return key == self.keys.holdings(record.node_id)
             case Banned():
                 return key == self.keys.banned(record.step, record.origin)
+            case Sighting():
+                return key == self.keys.sighting(record.generation, record.node_id)
+            case Health():
+                return key == self.keys.health(record.node_id)
             case Evidence():
                 number = key.rsplit("/", 1)[-1]
                 return number.isdecimal() and key == self.keys.evidence(record.generation, record.reporter, int(number))
@@ -449,6 +478,18 @@ class View:
     def holdings(self) -> dict[str, tuple[int, Holdings]]:
         """What each node said last, with the revision at which it did."""
         return {h.node_id: (stored.revision, h) for stored, h in self.under(f"{self.keys.reg}holdings/", Holdings)}
+
+    def sightings(self, generation: int) -> dict[str, Sighting]:
+        """Of this generation, by node id."""
+        prefix = f"{self.keys.reg}sighting/{generation:08d}/"
+        return {s.node_id: s for _, s in self.under(prefix, Sighting) if s.generation == generation}
+
+    def unfit_reason(self, node_id: str) -> str | None:
+        """Why the host of the node's newest incarnation is unfit, as its own agent says; None if it is fit."""
+        health, member = self.get(self.keys.health(node_id), Health), self.member(node_id)
+        if health is None or health.fit or member is None or member.incarnation != health.incarnation:
+            return None
+        return health.reason or "unfit"
 
     def banned(self) -> tuple[Banned, ...]:
         return tuple(b for _, b in self.under(f"{self.keys.reg}banned/", Banned))

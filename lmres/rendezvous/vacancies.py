@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmres.policy import Recovery
 from lmres.rendezvous import blame
-from lmres.rendezvous.plan import ActiveNode, Plan, Strike
+from lmres.rendezvous.plan import ActiveNode, Cause, Plan, Strike
 from lmres.rendezvous.state import Member, View
 
 
@@ -21,11 +21,14 @@ class Vacancy:
     quarantine: bool = False
     dismissed: bool = False
     since_revision: int = 0
+    failure_class: str = "drain"
+    cause: Cause | None = None
 
 
 def missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[Vacancy]:
-    """Slots whose node has gone, is unfit, or is to be drained."""
+    """Slots whose node has gone, is unfit, or is to be drained or replaced."""
     unfit = {w.cause.node_id: w.cause for w in witnesses if not w.fit}
+    replaced = to_be_replaced(view, head)
     found = []
     for node in head.active:
         hold = view.hold(node.node_id)
@@ -45,7 +48,32 @@ def missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[Vaca
         elif hold is not None and hold.kind == "drain":
             reason = f"{node.node_id} is drained by the operator ({hold.reason})"
             found.append(Vacancy(node=node, reason=reason, hard=False, quarantine=True))
+        elif (why := view.unfit_reason(node.node_id)) is not None:
+            reason = f"{node.node_id} is unhealthy ({why})"
+            found.append(Vacancy(node=node, reason=reason, hard=False, quarantine=True, failure_class="node_unhealthy"))
+        elif node.node_id in replaced:
+            cause = replaced[node.node_id]
+            reason = f"{node.node_id} is replaced ({cause.headline()})"
+            found.append(
+                Vacancy(
+                    node=node,
+                    reason=reason,
+                    hard=False,
+                    quarantine=True,
+                    failure_class=cause.failure_class,
+                    cause=cause,
+                )
+            )
     return found
+
+
+def to_be_replaced(view: View, head: Plan) -> dict[str, Cause]:
+    """Nodes that evidence of this generation asks to put aside, with why."""
+    return {
+        e.cause.node_id: e.cause
+        for e in view.evidence(head.generation)
+        if e.attributed and (e.reaction == "replace" or e.evict)
+    }
 
 
 def struck(
@@ -71,8 +99,9 @@ def struck(
 
 
 def candidates(view: View, silent: Collection[str]) -> list[Member]:
-    """Standbys, those heard from lately first, then in the order of registration."""
-    return sorted(view.standbys(), key=lambda m: m.node_id in silent)
+    """Fit standbys, those heard from lately first, then in the order of registration."""
+    fit = (m for m in view.standbys() if view.unfit_reason(m.node_id) is None)
+    return sorted(fit, key=lambda m: m.node_id in silent)
 
 
 def pick(view: View, pool: list[Member], vacancy: Vacancy, head: Plan) -> Member | None:

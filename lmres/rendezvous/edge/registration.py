@@ -58,6 +58,7 @@ def make_settings(
         config=config,
         recovery=policy.recovery,
         checkpointing=Checkpointing.of(policy if with_policy else None),
+        watched=with_policy and policy.detection.enabled,
         join_timeout_ms=round(options.join_timeout_s * 1000),
         form_timeout_ms=round((FORM_TIMEOUT_S + policy.workers.stop_grace_s) * 1000),
     )
