@@ -333,6 +333,7 @@ def test_a_full_disk_is_told_before_and_costs_nothing(small_disk: Path) -> None:
     with pytest.raises(DurableError, match=r"needs 8388\d+ bytes in .*, \d+ are free"):
         make(step=20, length=8 << 20).write(small_disk)
     assert keys(small_disk) == [(10, 1, 0)] and left(small_disk) == []
+    assert len(list(small_disk.rglob("step-*"))) == 1, "a failed write leaves no folder"
     check_whole(scan(small_disk, RUN))
 
 
@@ -342,6 +343,7 @@ def test_a_disk_that_fills_meanwhile(small_disk: Path, monkeypatch: pytest.Monke
     with pytest.raises(DurableError, match=r"No space left on device, after \d+ of 8388\d+ bytes"):
         make(step=20, length=8 << 20).write(small_disk)
     assert keys(small_disk) == [(10, 1, 0)] and left(small_disk) == []
+    assert len(list(small_disk.rglob("step-*"))) == 1, "a failed write leaves no folder"
     make(step=30, length=1 << 20).write(small_disk)
     assert keys(small_disk) == [(30, 1, 0), (10, 1, 0)]
 

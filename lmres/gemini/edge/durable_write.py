@@ -119,6 +119,8 @@ class _Writer:
                 path.unlink()
         for fd in self._open:
             os.close(fd)
+        with contextlib.suppress(OSError):  # a folder that holds anything stays
+            self._folder.rmdir()
 
     def _create(self, kind: names.Kind) -> int:
         path = self._folder / f"{names.TEMPORARY}{names.file_name(self._image.rank, kind)}.{secrets.token_hex(8)}"
