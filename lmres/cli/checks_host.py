@@ -6,11 +6,11 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 
+from lmres import cgroups
 from lmres.cli.finding import Finding
 from lmres.errors import ConfigError, StoreUnavailable
 from lmres.rendezvous.edge.host import (
@@ -125,11 +125,11 @@ def check_host_name(
 def check_memory() -> Finding:
     """The memory that copies of the training state may take: of the host, or of the control group."""
     memory = psutil.virtual_memory()
-    limit, used = cgroup_memory()
-    free = memory.available if limit is None else min(memory.available, limit - used)
+    group = min(cgroups.memory_groups(), key=lambda g: g.free, default=None)
+    free = memory.available if group is None else min(memory.available, group.free)
     found = f"{_gib(free)} free of {_gib(memory.total)}"
-    if limit is not None and limit < memory.total:
-        found = f"{found}, limited to {_gib(limit)} by the control group"
+    if group is not None and group.limit < memory.total:
+        found = f"{found}, limited to {_gib(group.limit)} by the control group"
     if free < MIN_FREE_BYTES:
         return Finding(
             check="memory",
@@ -142,47 +142,6 @@ def check_memory() -> Finding:
 
 def _gib(count: int) -> str:
     return f"{max(count, 0) / 2**30:.1f} GiB"
-
-
-def cgroup_memory(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> tuple[int | None, int]:
-    """The lowest memory limit among this process's control groups and the use under it, in bytes."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None, 0
-    tightest: tuple[int | None, int] = (None, 0)
-    for folder, limit_name, use_name in _memory_groups(lines, root):
-        limit, used = _number(folder / limit_name), _number(folder / use_name)
-        # Without a limit, version 1 shows a number near 2**63.
-        if limit is not None and limit < 1 << 60 and (tightest[0] is None or limit < tightest[0]):
-            tightest = (limit, used or 0)
-    return tightest
-
-
-def _memory_groups(lines: Iterable[str], root: Path) -> Iterator[tuple[Path, str, str]]:
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            base, names = root, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        # A limit of any ancestor holds too; inside a container the path may not exist, the root does.
-        group = PurePosixPath(path)
-        for level in (group, *group.parents):
-            yield base / str(level).lstrip("/"), *names
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
 
 
 def check_open_files() -> Finding:
@@ -209,7 +168,7 @@ def check_process_control(ptrace_scope: Path = _PTRACE_SCOPE) -> Finding:
             found=f"process descriptors (pidfd) do not work: {error}",
             advice="use Linux 5.3 or newer, and allow pidfd_open in the container's seccomp profile",
         )
-    scope = _number(ptrace_scope) or 0
+    scope = cgroups.number(ptrace_scope) or 0
     if scope >= 2 and os.geteuid() != 0:
         return Finding(
             check="process_control",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from lmres.cli import checks_host, checks_launch
+from lmres.cli import checks_health, checks_host, checks_launch
 from lmres.cli.command import Command, Output
 from lmres.cli.finding import Finding
 
@@ -50,6 +50,18 @@ def render(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
+def _health(policy_file: str | None) -> list[Finding]:
+    """The checks of the host's health; one finding if they break as a whole."""
+    found: list[Finding] = []
+
+    def check() -> Finding:
+        found.extend(checks_health.check_health(policy_file))
+        return found[-1]
+
+    broken = run_checks([("health", check)])
+    return found or broken
+
+
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rdzv-endpoint",
@@ -81,7 +93,7 @@ def _run(arguments: argparse.Namespace, output: Output) -> int:
         ("open_files", checks_host.check_open_files),
         ("process_control", checks_host.check_process_control),
     ]
-    findings = run_checks(checks)
+    findings = [*run_checks(checks), *_health(arguments.policy)]
     failed = any(finding.status == "fail" for finding in findings)
     output.emit({"ok": not failed, "checks": [asdict(finding) for finding in findings]}, render(findings))
     return 1 if failed else 0

@@ -45,6 +45,23 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenWorker:
+    """What a worker was doing when an alarm was raised. ``last``: the collective that it entered last, as text.
+
+    ``state`` as in ``/proc/PID/stat``; ``stack``: its main thread, outermost frame first.
+    """
+
+    rank: int
+    node_id: str
+    step: int | None
+    phase: str
+    phase_s: float | None
+    state: str
+    last: str
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """Who holds a slot before and after. ``before`` is None where the earlier plan is not known."""
 
@@ -92,6 +109,7 @@ class Incident:
     dismissed: dict[str, str] | None
     exit_code: int | None
     phases: tuple[NodePhases, ...]
+    workers: tuple[SeenWorker, ...] = ()
 
 
 def slowest(phases: tuple[NodePhases, ...]) -> float | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmres.cli.incident import PENDING, Failure, Incident, Move, NodePhases, SetAside, Witness, slowest
+from lmres.cli.incident import PENDING, Failure, Incident, Move, NodePhases, SeenWorker, SetAside, Witness, slowest
 from lmres.errors import ConfigError
 from lmres.fields import nearest_name, shown
 from lmres.rendezvous.edge.phases import PHASES
@@ -161,6 +161,43 @@ def _incident(events: Sequence[Event], generation: int, plan: Event | None, befo
         dismissed=None,
         exit_code=None,
         phases=phases,
+        workers=_workers(events, generation - 1),
+    )
+
+
+def _workers(events: Sequence[Event], generation: int) -> tuple[SeenWorker, ...]:
+    """By rank, as the first event that tells of them has it."""
+    found: dict[int, SeenWorker] = {}
+    for e in _named(events, "fault_detected"):
+        items = e.get("evidence")
+        for item in items if e["generation"] == generation and isinstance(items, list) else ():
+            rank = _int(item, "rank") if isinstance(item, dict) and "phase" in item else None
+            if rank is not None:
+                found.setdefault(rank, _seen(rank, item))
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _seen(rank: int, item: Event) -> SeenWorker:
+    blind, phase_ms = bool(_text(item, "blind")), _float(item, "phase_ms")
+    groups = item.get("groups")
+    marks = [
+        mark
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, dict) and isinstance(group.get("recent"), list)
+        for mark in group["recent"][-1:]
+        if isinstance(mark, dict)
+    ]
+    mark = max(marks, key=lambda m: _int(m, "step") or 0, default=None)
+    last = f"{_text(mark, 'op')} number {_int(mark, 'number')} {_text(mark, 'shape')}".rstrip() if mark else ""
+    return SeenWorker(
+        rank=rank,
+        node_id=_text(item, "reporter"),
+        step=None if blind else _int(item, "step"),
+        phase="" if blind else _text(item, "phase"),
+        phase_s=None if blind or phase_ms is None else phase_ms / 1000,
+        state=_text(item, "state"),
+        last=last,
+        stack=_texts(item, "stack"),
     )
 
 

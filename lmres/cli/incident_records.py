@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lmres.cli.incident import PENDING, Failure, Incident, Move, NodePhases, SetAside, Witness, slowest
+from lmres.cli.incident import PENDING, Failure, Incident, Move, NodePhases, SeenWorker, SetAside, Witness, slowest
 from lmres.cli.run_view import is_over, next_decision, recoveries
 from lmres.rendezvous.decide import Commit, Finish, Wait
 from lmres.rendezvous.notes import gone_cause
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.state import Evidence, Gone, View
+from lmres.scout.sighting import WorkerSight
 
 MAX_MS = 10**12
 """What a store holds may be any number."""
@@ -48,6 +49,7 @@ def _of_plan(view: View, plan: Plan, before: Plan | None) -> Incident:
         dismissed=plan.dismissed,
         exit_code=plan.exit_code,
         phases=phases,
+        workers=_workers(view, before.generation) if before is not None else (),
     )
 
 
@@ -86,6 +88,28 @@ def _pending(view: View) -> Incident | None:
         dismissed=None,
         exit_code=None,
         phases=(),
+        workers=_workers(view, head.generation),
+    )
+
+
+def _workers(view: View, generation: int) -> tuple[SeenWorker, ...]:
+    """By rank; empty where nobody has raised an alarm."""
+    sights = [(s.node_id, w) for s in view.sightings(generation).values() for w in s.workers]
+    return tuple(_seen(node_id, w) for node_id, w in sorted(sights, key=lambda pair: pair[1].rank))
+
+
+def _seen(node_id: str, sight: WorkerSight) -> SeenWorker:
+    newest = max((g for g in sight.groups if g.recent), key=lambda g: g.recent[-1].step, default=None)
+    mark = newest.recent[-1] if newest is not None else None
+    return SeenWorker(
+        rank=sight.rank,
+        node_id=node_id,
+        step=None if sight.blind else sight.step,
+        phase=sight.phase if not sight.blind else "",
+        phase_s=None if sight.blind else min(sight.phase_ms, MAX_MS) / 1000,
+        state=sight.state,
+        last=f"{mark.op} number {mark.number} {mark.shape}".rstrip() if mark is not None else "",
+        stack=sight.stack,
     )
 
 

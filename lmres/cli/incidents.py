@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lmres.cli.command import Command, Output
-from lmres.cli.incident import Incident, NodePhases, Witness
+from lmres.cli.incident import Incident, NodePhases, SeenWorker, Witness
 from lmres.cli.incident_events import choose_run, incidents_of_events, read_events
 from lmres.cli.incident_records import incidents_of_run
 from lmres.cli.observer import Observer
@@ -22,6 +22,7 @@ from lmres.rendezvous.edge.phases import PHASES
 
 LAST = "last"
 MAX_LINES = 20
+SHOWN_FRAMES = 6
 
 
 def choose(incidents: Sequence[Incident], wanted: str | None) -> list[Incident]:
@@ -61,7 +62,22 @@ def render_timeline(incident: Incident, width: int) -> list[str]:
         lines += _witness_lines(witness, width)
     if not incident.evidence:
         lines.append("    none: nothing had failed")
+    if incident.workers:
+        lines += ["", "  what the workers were doing"]
+        for worker in incident.workers:
+            lines += _worker_lines(worker, width)
     return [*lines, "", *_plan_lines(incident, width), "", *_phase_lines(incident.phases, width)]
+
+
+def _worker_lines(worker: SeenWorker, width: int) -> list[str]:
+    """One line each, and the innermost frames of the stack."""
+    what = f"{clean(worker.phase, 20)} for {seconds(worker.phase_s)} s" if worker.phase else "nothing known"
+    step = f", step {worker.step}" if worker.step is not None else ""
+    last = f", last collective {clean(worker.last, 120)}" if worker.last else ""
+    state = f", state {clean(worker.state, 4)}" if worker.state else ""
+    text = f"rank {worker.rank} on {clean(worker.node_id, 128)}: {what}{step}{last}{state}"
+    lines = wrap(text, width=width, indent="    ", hanging="      ")
+    return [*lines, *(cut(f"      | {clean(line)}", width) for line in worker.stack[-SHOWN_FRAMES:])]
 
 
 def _moment(at_s: float | None) -> str:

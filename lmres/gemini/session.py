@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeAlias
 
 from lmres.errors import RecordError
+from lmres.gemini.certify import Print, Replayed
 from lmres.gemini.inventory import Copy, Key, Part
 
 MAX_LINE_BYTES: Final = 32 << 20
@@ -86,8 +87,18 @@ FROM_WORKER: Final[Mapping[str, Mapping[str, str]]] = {
         "own_length": _COUNT,
         "log_length": _COUNT,
         "finite": _FLAG,
+        "all_finite": _FLAG,
+        "layout": _TEXT,
         "topology": _TEXT,
         "blocking_ms": _NUMBER,
+    },
+    "replayed": {
+        "step": _COUNT,
+        "part": _COUNT,
+        "parts": _COUNT,
+        "what": _TEXT,
+        "digest": _TEXT,
+        "steady": _FLAG,
     },
     "discard": {"slot": _COUNT, "number": _COUNT},
     "withdraw": {"step": _COUNT},
@@ -282,6 +293,41 @@ def keys_from_plain(body: object) -> tuple[Key, ...]:
     if not isinstance(body, list):
         raise RecordError(f"expected a list of keys, found {body!r:.80}")
     return tuple(key for item in body if (key := key_from_plain(item)) is not None)
+
+
+def replayed_from_plain(body: object) -> Replayed:
+    """Raises RecordError."""
+    if not isinstance(body, dict):
+        raise RecordError(f"expected what was replayed, found {body!r:.80}")
+    return Replayed(
+        step=_field(body, "step", _COUNT),
+        part=_field(body, "part", _COUNT),
+        parts=_field(body, "parts", _COUNT),
+        what=_field(body, "what", _TEXT),
+        digest=_field(body, "digest", _TEXT),
+        steady=_field(body, "steady", _FLAG),
+    )
+
+
+def prints_to_plain(prints: Mapping[Key, Mapping[int, Print]]) -> list[Any]:
+    return [
+        [key, [[rank, said.layout, said.digest, said.finite] for rank, said in sorted(by_rank.items())]]
+        for key, by_rank in sorted(prints.items())
+    ]
+
+
+def prints_from_plain(body: object) -> dict[Key, dict[int, Print]]:
+    """Raises RecordError."""
+    found: dict[Key, dict[int, Print]] = {}
+    try:
+        for key, by_rank in body:  # type: ignore[attr-defined]
+            said = found.setdefault(Key(*_counts(key)), {})
+            for rank, layout, digest, finite in by_rank:
+                (rank,), (layout, digest) = _counts([rank]), _texts([layout, digest])
+                said[rank] = Print(layout=layout, digest=digest, finite=finite is True)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"expected prints of images, found {body!r:.80}") from error
+    return found
 
 
 def peer_from_plain(body: object) -> Peer:

@@ -1,23 +1,25 @@
 """The slots of one rank: which may be written, and when. Pure.
 
-A rank has two slots, so that one is whole while the other is written. The rules:
+A rank has two slots, so that one is whole while the other is written, and two more where older keys are kept for what
+replay certifies (``certify``). The rules:
 
 1. A slot goes the ways of ``TRANSITIONS`` and no others. Only a sealed slot is ever readable.
 2. A sealed slot is given away when it is of no more use: its key is dead (some vault can never have it), or it is
-   older than the safe key. The slot that holds the safe key stays until a newer one is safe.
+   older than the safe key and not kept. The slot that holds the safe key stays until a newer one is safe.
 3. At most one slot is granted at a time. While nothing can be granted the capture is skipped; training never waits.
 4. A writer that dies takes its grant with it: the slot is empty, whatever was in it. What it said is filled is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from enum import Enum
 from typing import Final
 
 from lmres.gemini.inventory import Key
 
 SLOTS_PER_RANK: Final = 2
+SLOTS_WITH_ANCHORS: Final = 4
 
 
 class SlotState(Enum):
@@ -81,17 +83,25 @@ class SlotTable:
     def newest(self) -> Key | None:
         return max((key for _, key in self.sealed()), default=None)
 
-    def grantable(self, reusable: Callable[[Key], bool]) -> int | None:
+    def grantable(self, reusable: Callable[[Key], bool], among: Container[int] | None = None) -> int | None:
         """The slot that may be written next, or None. Empty ones first, then the oldest of those that are reusable.
 
-        ``reusable``: the key is dead, or older than the safe one (``watermark.Verdict.reusable``).
+        ``reusable``: the key is dead, or older than the safe one (``watermark.Verdict.reusable``). ``among``: the slots
+        that have memory, None for all.
         """
         if self.granted is not None:
             return None
-        if SlotState.EMPTY in self._states:
-            return self._states.index(SlotState.EMPTY)
-        free = [(key, slot) for slot, key in self.sealed() if not self._pins[slot] and reusable(key)]
+        slots = [slot for slot in range(len(self)) if among is None or slot in among]
+        empty = next((slot for slot in slots if self._states[slot] is SlotState.EMPTY), None)
+        if empty is not None:
+            return empty
+        free = [(key, slot) for slot, key in self.sealed() if slot in slots and self.is_free(slot, reusable)]
         return min(free)[1] if free else None
+
+    def is_free(self, slot: int, reusable: Callable[[Key], bool]) -> bool:
+        """Whether a sealed slot is of no more use to anybody."""
+        key = self._keys[slot]
+        return self._states[slot] is SlotState.SEALED and key is not None and not self._pins[slot] and reusable(key)
 
     def grant(self, slot: int) -> None:
         assert self._pins[slot] == 0
@@ -120,6 +130,9 @@ class SlotTable:
     def unpin(self, slot: int) -> None:
         assert self._pins[slot] > 0
         self._pins[slot] -= 1
+
+    def is_pinned(self, slot: int) -> bool:
+        return self._pins[slot] > 0
 
     def _move(self, slot: int, state: SlotState, key: Key | None) -> None:
         assert (self._states[slot], state) in TRANSITIONS, f"slot {slot}: {self._states[slot]} to {state}"

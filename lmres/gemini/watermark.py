@@ -17,12 +17,16 @@ word of that comes at different steps again, so are the next ones. Training fast
 never be protected. Against this there is the *gate*: a step far enough ahead for everybody to hear of it in time; no
 earlier one is captured. How far is learned: twice as far after each failure, nearer again after successes, and no gate
 at all while captures just succeed.
+
+Where ranks are equal to each other, a key is compared before it becomes safe (``certify``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from lmres.gemini.certify import Certifier, Print, Replayed
 from lmres.gemini.inventory import Key
 
 MAX_MARGIN = 4096
@@ -39,7 +43,8 @@ class Report:
     ``whole``: keys sealed for all its ranks and held by all vaults that must hold copies. ``seen``: keys of which it
     has anything sealed. ``floor``: of this generation's keys with a step up to this one, none that is not in ``whole``
     will ever be (a key that still waits for its copies keeps the floor below it). ``ended``: no further key will come.
-    ``durable``: keys whose files for all its ranks are complete.
+    ``durable``: keys whose files for all its ranks are complete. ``prints``: of the images of its ``ranks`` that are
+    not older than the safe key. ``replays``: the newest of each rank. ``room``: for keys that are kept beside.
     """
 
     node_id: str
@@ -48,6 +53,10 @@ class Report:
     floor: int = -1
     ended: bool = False
     durable: frozenset[Key] = frozenset()
+    ranks: tuple[int, ...] = ()
+    prints: Mapping[Key, Mapping[int, Print]] = field(default_factory=dict)
+    replays: tuple[tuple[int, Replayed], ...] = ()
+    room: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,9 @@ class Verdict:
 
     ``dead`` and ``dead_up_to`` (a step): keys newer than the safe one that will never be. ``gate``: no earlier step is
     captured. ``persist``: keys to be written to files, kept in their buffers until that is done; the last two, since a
-    vault may be two behind. ``delete``: keys whose files are no longer needed.
+    vault may be two behind. ``delete``: keys whose files are no longer needed. ``kept``: older than the safe one, and
+    not to be written over; ``anchor``: the one of them that is certified by replay. ``verified``: of the safe, the kept
+    and the persisted ones, those whose equals agree.
     """
 
     number: int = 0
@@ -66,14 +77,19 @@ class Verdict:
     gate: int = 0
     persist: tuple[Key, ...] = ()
     delete: tuple[Key, ...] = ()
+    kept: tuple[Key, ...] = ()
+    anchor: Key | None = None
+    verified: tuple[Key, ...] = ()
 
     def is_dead(self, key: Key) -> bool:
         newer = self.safe is None or key > self.safe
         return newer and (key.step <= self.dead_up_to or key in self.dead)
 
     def reusable(self, held: Key | None) -> bool:
-        """Whether a buffer that holds this key may be written again: it is empty, dead, or older than the safe one."""
-        return held is None or self.is_dead(held) or (self.safe is not None and held < self.safe)
+        """Whether a buffer that holds this key may be written again: it is empty, dead, or older than the safe one and
+        not kept."""
+        old = self.safe is not None and held is not None and held < self.safe and held not in self.kept
+        return held is None or old or self.is_dead(held)
 
 
 @dataclass(slots=True)
@@ -81,12 +97,14 @@ class Hub:
     """One generation's hub. ``safe``: the key that was restored, None at the very start.
 
     ``durable_interval``: steps between two durable keys, None for none; ``keep``: durable keys that stay.
+    ``certifier``: compares; None: nobody does.
     """
 
     members: frozenset[str]
     safe: Key | None = None
     durable_interval: int | None = None
     keep: int = 2
+    certifier: Certifier | None = None
     _whole: dict[str, set[Key]] = field(default_factory=dict)
     _floor: dict[str, int] = field(default_factory=dict)
     _ended: set[str] = field(default_factory=set)
@@ -129,6 +147,9 @@ class Hub:
             gate=self._gate,
             persist=self._persist,
             delete=self._deletable(),
+            kept=self._kept(),
+            anchor=self._anchor(),
+            verified=self._verified(),
         )
         if now != self._last:
             self._last = replace(now, number=now.number + 1)
@@ -143,6 +164,10 @@ class Hub:
         self._ended |= {node_id} if report.ended else set()
         self._durable.setdefault(node_id, set()).update(report.durable)
         self._newest = max([self._newest, report.floor, *(k.step for k in known)])
+        if self.certifier is not None:
+            self.certifier.take(
+                node_id, ranks=report.ranks, room=report.room, prints=report.prints, replays=report.replays
+            )
 
     def _is_open(self, key: Key) -> bool:
         passed = key in self._dead or key.step <= self._behind
@@ -150,15 +175,39 @@ class Hub:
 
     def _judge(self) -> None:
         whole = set.intersection(*(self._whole.get(m, set()) for m in self.members))
-        newest = max((k for k in whole if self._is_open(k)), default=None)
-        if newest is not None:
-            self._advance(newest)
+        # All of them, in order: what differs in one is not made good by a later one.
+        good = [k for k in sorted(whole) if self._is_open(k) and self._is_sound(k)]
+        if good:
+            self._advance(good[-1])
+        if self.certifier is not None:
+            self.certifier.advanced(self.safe)
         lost = {k for k in self._seen if any(self._never(m, k) for m in self.members)}
         if lost:
             self._bury(lost)
         # What all have behind them and is not safe by now will never be.
         self._behind = max(self._behind, min(self._floor.get(m, -1) for m in self.members))
         self._dead = {k for k in self._dead if k.step > self._behind}
+
+    def _is_sound(self, key: Key) -> bool:
+        """Whether its equals agree, as far as it has any. A key whose equals differ is dead."""
+        if self.certifier is None or self.certifier.allows(key, self.safe):
+            return True
+        self._seen.discard(key)
+        self._dead.add(key)
+        return False
+
+    def _kept(self) -> tuple[Key, ...]:
+        kept = self.certifier.kept if self.certifier is not None else ()
+        return tuple(k for k in kept if self.safe is not None and k <= self.safe)
+
+    def _anchor(self) -> Key | None:
+        return self.certifier.anchor if self.certifier is not None and self.certifier.anchor in self._kept() else None
+
+    def _verified(self) -> tuple[Key, ...]:
+        if self.certifier is None:
+            return ()
+        named = {*self._kept(), *self._persist} | ({self.safe} if self.safe is not None else set())
+        return tuple(sorted(named & self.certifier.verified))
 
     def _never(self, member: str, key: Key) -> bool:
         passed = member in self._ended or key.step <= self._floor.get(member, -1)

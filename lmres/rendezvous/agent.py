@@ -513,6 +513,8 @@ class Agent:
         if not over and unseen(self.view, head, frozenset(self.view.done(generation))):
             return
         found = localized(self.view, head)
+        if found.excused and not over:
+            return
         headline = witness(self.view, head, found).cause.headline()
         seen = [s for s in self.view.sightings(generation).values() if is_told(self.view, head, s.node_id)]
         self._once(f"seen {generation}", look_note(found, seen, generation, headline))

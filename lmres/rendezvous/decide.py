@@ -217,6 +217,8 @@ def _recover(rules: _Rules, head: Plan, done: frozenset[str]) -> Decision:
             return seen
         found += seen
         first = blame.first_cause(found)
+        if not found and not needed:
+            return Wait(reason=f"generation {head.generation} is running; a rank is slow, and may be")
     vague = first is not None and first.weight != "primary"
     unheard = observed.unconfirmed - {v.node.node_id for v in vacancies if v.hard}
     if vague and unheard:
@@ -274,7 +276,7 @@ def _look(rules: _Rules, head: Plan, done: frozenset[str], *, is_vague: bool) ->
         reason = f"{what}; not yet told what their workers are doing: {', '.join(names)}"
         return Wait(reason=reason, freeze=is_vague, unseen=names)
     found = looking.localized(rules.view, head)
-    if is_vague and found.failure_class != "collective_desync":
+    if found.excused or (is_vague and found.failure_class != "collective_desync"):
         return []
     return [looking.witness(rules.view, head, found)]
 

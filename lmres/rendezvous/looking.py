@@ -48,7 +48,15 @@ def unseen(view: View, head: Plan, done: frozenset[str]) -> tuple[str, ...]:
 
 def localized(view: View, head: Plan) -> Localized:
     """From what has been told so far."""
-    return localize(_of_active(view, head).values())
+    told, done = _of_active(view, head), view.done(head.generation)
+    config = view.config
+    size = config.local_world_size if config is not None else 1
+    unheard = {
+        n.node_id: tuple(range(n.slot * size, (n.slot + 1) * size))
+        for n in head.active
+        if n.node_id not in told and n.node_id not in done
+    }
+    return localize(told.values(), unheard=unheard)
 
 
 def witness(view: View, head: Plan, found: Localized) -> Witness:

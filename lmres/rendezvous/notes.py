@@ -14,7 +14,8 @@ from lmres.scout.sighting import Sighting
 
 def fault_note(cause: Cause, weight: str, reporter: str, generation: int, *, attributed: bool = True) -> Note:
     """A ``fault_detected`` event. A broken connection alone names no suspect."""
-    suspects = [] if weight == "secondary" or not cause.node_id else [{"node_id": cause.node_id, "rank": cause.rank}]
+    nobody = weight == "secondary" or not attributed or not cause.node_id
+    suspects = [] if nobody else [{"node_id": cause.node_id, "rank": cause.rank}]
     if cause.suspects:
         suspects = [{"node_id": s.node_id, "rank": s.rank} for s in cause.suspects]
     evidence = {

@@ -35,8 +35,8 @@ class Cause:
 
     ``exit_status`` as in ``Popen.returncode``: negative for a signal. ``step`` is the number of optimizer steps
     completed by that rank, None when unknown. ``rank`` is None when a whole node is meant. ``detect_ms``: from the
-    failure to its witness's notice, as far as the witness can tell. ``suspects``: where more than one rank, or none for
-    sure, is meant. ``node_id`` is empty where no node is named.
+    failure to its witness's notice, as far as the witness can tell. ``suspects``: the ranks that ``detail`` names, where
+    all ranks were compared. ``node_id`` is empty where no node is named.
     """
 
     failure_class: str
@@ -55,7 +55,7 @@ class Cause:
 
     def headline(self) -> str:
         """One line: who, where, what."""
-        if not self.node_id:
+        if not self.node_id or self.suspects:  # the detail names them
             return plain_text(self.detail)
         who = f"rank {self.rank} on {self.node_id}" if self.rank is not None else f"node {self.node_id}"
         step = f" after step {self.step}" if self.step is not None else ""

@@ -107,7 +107,8 @@ def resume(
     *,
     trusted: tuple[int, int] | None = None,
 ) -> Resume:
-    """From what has been told so far. ``trusted``: the newest state that may be restored, None for any."""
+    """From what has been told so far. ``trusted``: the newest state that may be restored, None for any; (0, 0): none
+    may, and the run begins again."""
     slots = {n.slot: n.node_id for n in active}
     held = known.held
     newest = max((key.origin for key in known.stock.copies), default=0)
@@ -132,12 +133,15 @@ def resume(
                 words=f"; resumes at {found.reason}{silence}",
             )
         case Nothing():
-            return _from_nothing(found, head, slots, origin, silence)
+            return _from_nothing(found, head, slots, origin, silence, from_zero=trusted == (0, 0))
 
 
-def _from_nothing(found: Nothing, head: Plan | None, slots: dict[int, str], origin: int, silence: str) -> Resume:
-    """A new run may begin again over what is left of an earlier one; a run that goes on may not."""
-    was_there = head is not None and (found.lost or head.recovery_step > 0)
+def _from_nothing(
+    found: Nothing, head: Plan | None, slots: dict[int, str], origin: int, silence: str, *, from_zero: bool
+) -> Resume:
+    """A new run may begin again over what is left of an earlier one; a run that goes on may not, unless no state is
+    trusted (``from_zero``)."""
+    was_there = head is not None and not from_zero and (found.lost or head.recovery_step > 0)
     lost = was_there or found.refused
     reason = found.reason if found.lost or not was_there else f"no live vault holds any state ({found.reason})"
     words = f"; begins at step 0: {reason}{silence}"

@@ -102,6 +102,7 @@ class Keeping:
     copies: int
     copies_wanted: int
     durable_step: int | None = None
+    verified_step: int | None = None
     problem: str = ""
 
 

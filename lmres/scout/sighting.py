@@ -52,7 +52,8 @@ class GroupSight:
 class WorkerSight:
     """``quiet_ms``: since anything was last noted of it; ``phase_ms``: since its phase began. ``state``: as in
     ``/proc/PID/stat`` (R, S, D, T, t, Z; empty: not known). ``stack``: its main thread, outermost frame first.
-    ``blind``: why its page says nothing; then only ``state`` and ``stack`` count."""
+    ``blind``: why its page says nothing; then only ``state`` and ``stack`` count. ``timeout_ms``: how long it may be
+    quiet in its phase; 0 where not known."""
 
     rank: int
     local_rank: int
@@ -65,6 +66,7 @@ class WorkerSight:
     groups: tuple[GroupSight, ...] = ()
     stack: tuple[str, ...] = ()
     blind: str = ""
+    timeout_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from lmres.rendezvous.state import (
     Finished,
     Formed,
     Gone,
+    Health,
     Hold,
     Member,
     Ready,
@@ -31,6 +32,7 @@ from lmres.rendezvous.state import (
     View,
 )
 from lmres.scout.evidence import classify_exception, classify_exit
+from lmres.scout.sighting import GroupSight, OpMark, Sighting, WorkerSight
 
 
 class Story:
@@ -41,6 +43,7 @@ class Story:
         self.view = View(keys=self.keys)
         self.policy = Recovery(**recovery)
         self.checkpointing = Checkpointing(enabled=checkpointing)
+        self.watched = False
         self._nodes = min_nodes
         self.lines: list[str] = []
         self.revision = 0
@@ -156,7 +159,7 @@ class Story:
         self.lines.append(f"evidence: {finding.weight}, {cause.headline()}")
         return self
 
-    def sees(self, node: str, cause: Cause, *, weight: Any, at_ms: int = 0, boot: str = "", fit: bool = True) -> Story:
+    def sees(self, node: str, cause: Cause, *, weight: Any, at_ms: int = 0, boot: str = "", **more: Any) -> Story:
         generation = self.head().generation
         prefix = f"{self.keys.reg}evidence/{generation:08d}/{node}/"
         number = sum(key.startswith(prefix) for key in self.view.stored)
@@ -168,7 +171,7 @@ class Story:
             cause=cause,
             boot_id=boot or f"boot-{node}",
             at_ms=at_ms,
-            fit=fit,
+            **more,
         )
         self.put(self.keys.evidence(generation, node, number), evidence)
         return self
@@ -214,6 +217,84 @@ class Story:
         self.lines.append(f"holds: {held.incarnation} in generation {held.generation}: {', '.join(what) or 'nothing'}")
         return self
 
+    def looks(
+        self,
+        node: str,
+        *,
+        alarm: bool = False,
+        entered: int = 10,
+        op: str = "allreduce",
+        shape: str = "float32[8]",
+        phase: Any = "backward",
+        state: str = "S",
+        quiet_ms: int = 4000,
+        step: int = 7,
+    ) -> Story:
+        """The node tells what its one worker is doing: ``entered`` operations of the default group, the last is ``op``."""
+        head = self.head()
+        slot = next(n.slot for n in head.active if n.node_id == node)
+        said = self.view.sightings(head.generation).get(node)
+        recent = tuple(
+            OpMark(number=i, op="allreduce", shape="float32[8]", step=step - (i < 10))
+            for i in range(max(1, entered - 2), entered)
+        )
+        last = OpMark(number=entered, op=op, shape=shape, step=step - (entered < 10))
+        ranks = tuple(n.slot for n in head.active)
+        group = GroupSight(name="0", ranks=ranks, entered=entered, left=entered - 1, recent=(*recent, last))
+        worker = WorkerSight(
+            rank=slot,
+            local_rank=0,
+            pid=100 + slot,
+            step=step,
+            phase=phase,
+            phase_ms=quiet_ms,
+            quiet_ms=quiet_ms,
+            state=state,
+            groups=(group,),
+            timeout_ms=3000,
+        )
+        sighting = Sighting(
+            generation=head.generation,
+            node_id=node,
+            incarnation=self.incarnation(node),
+            number=1 + (said.number if said is not None else 0),
+            alarm=alarm,
+            timeout_ms=3000,
+            workers=(worker,),
+        )
+        self.put(self.keys.sighting(head.generation, node), sighting)
+        kind = "alarm" if alarm else "withdrawn" if said is not None and said.alarm else "look"
+        self.lines.append(
+            f"{kind}: {node}: rank {slot} in {phase} for {quiet_ms} ms, state {state}, {op} number {entered} {shape}"
+        )
+        return self
+
+    def health(self, node: str, reason: str = "") -> Story:
+        """Unfit for this reason, or fit again."""
+        record = Health(node_id=node, incarnation=self.incarnation(node), fit=not reason, reason=reason)
+        self.put(self.keys.health(node), record)
+        self.lines.append(f"health: {node} is {f'unfit: {reason}' if reason else 'fit'}")
+        return self
+
+    def finds(self, node: str, failure_class: str, suspect: str | None, detail: str, **more: Any) -> Story:
+        """Evidence of a detector: ``more`` as in ``Evidence``."""
+        head = self.head()
+        slot = next((n.slot for n in head.active if n.node_id == suspect), None)
+        cause = Cause(
+            failure_class=failure_class,
+            node_id=suspect or "",
+            incarnation=self.incarnation(suspect) if suspect else "",
+            host=f"host-{suspect}" if suspect else "",
+            detail=detail,
+            rank=slot,
+            local_rank=0 if suspect else None,
+            step=9,
+        )
+        self.sees(node, cause, weight="primary", **more)
+        shown = "".join(f", {name} {value}" for name, value in sorted(more.items()))
+        self.lines.append(f"found by {node}: {failure_class}, {cause.headline()}{shown}")
+        return self
+
     def bans(self, step: int, origin: int) -> Story:
         record = Banned(step=step, origin=origin, reason="not finite soon after it was restored")
         self.put(self.keys.banned(step, origin), record)
@@ -254,7 +335,7 @@ class Story:
 
     def decides(self, **observed: Any) -> Decision:
         """The decision, told; a plan is not yet written."""
-        decision = decide(self.view, self.policy, Observed(**observed), self.checkpointing)
+        decision = decide(self.view, self.policy, Observed(**observed), self.checkpointing, watched=self.watched)
         if observed:
             self.lines.append("seen: " + ", ".join(f"{k} {_plain(v)}" for k, v in sorted(observed.items())))
         self.lines += _told(decision)

@@ -130,16 +130,16 @@ def _name_always_free(self: Joining, inputs: Any) -> Any:
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
-def _finish_early(view: Any, policy: Any, observed: Any, checkpointing: Any) -> Any:
+def _finish_early(view: Any, policy: Any, observed: Any, checkpointing: Any, **more: Any) -> Any:
     head = view.head()
     if head is not None and head.action != "stop" and view.finished is None and view.done(head.generation):
         record = Finished(outcome="succeeded", exit_code=0, reason="one has ended well", generation=head.generation)
         return deciding.Finish(record=record)
-    return _decide(view, policy, observed, checkpointing)
+    return _decide(view, policy, observed, checkpointing, **more)
 
 
-def _standby_counts(view: Any, policy: Any, observed: Any, checkpointing: Any) -> Any:
-    decision, head = _decide(view, policy, observed, checkpointing), view.head()
+def _standby_counts(view: Any, policy: Any, observed: Any, checkpointing: Any, **more: Any) -> Any:
+    decision, head = _decide(view, policy, observed, checkpointing, **more), view.head()
     if isinstance(decision, deciding.Wait) and head is not None and head.action != "stop" and view.finished is None:
         standby = tuple(m.node_id for m in view.standbys())
         if set(standby) - set(head.standby) and not decision.for_standby:
@@ -157,8 +157,8 @@ def _standby_counts(view: Any, policy: Any, observed: Any, checkpointing: Any) -
     return decision
 
 
-def _slots_by_name(view: Any, policy: Any, observed: Any, checkpointing: Any) -> Any:
-    decision = _decide(view, policy, observed, checkpointing)
+def _slots_by_name(view: Any, policy: Any, observed: Any, checkpointing: Any, **more: Any) -> Any:
+    decision = _decide(view, policy, observed, checkpointing, **more)
     if isinstance(decision, deciding.Commit) and decision.plan.action in ("restart", "replace"):
         nodes = sorted(decision.plan.active, key=lambda n: n.node_id)
         active = tuple(replace(n, slot=i) for i, n in enumerate(nodes))

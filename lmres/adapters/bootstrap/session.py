@@ -12,26 +12,29 @@ Rules:
 from __future__ import annotations
 
 import _socket
+import itertools
 import mmap
 import os
 import select
-import struct
 import sys
 import time
+
+from lmres.adapters.bootstrap.page import (
+    COUNTERS,
+    COUNTERS_AT,
+    EVENT,
+    EVENT_AT,
+    HEAD,
+    PAGE_BYTES,
+    PAGE_MAGIC,
+    PAGE_VERSION,
+    PAUSE,
+    PAUSE_AT,
+)
 
 TYPE_CHECKING = False  # of ours: importing typing takes longer than all the rest
 if TYPE_CHECKING:
     from typing import Any
-
-# The writer's copy of what lmres.rendezvous.edge.workers.progress describes.
-PAGE_MAGIC = b"lmresPG\x01"
-PAGE_VERSION = 1
-PAGE_BYTES = 64
-HEAD = struct.Struct("8sQQ")  # magic, version, pid of the writer
-COUNTERS = struct.Struct("@QQ")  # step, monotonic ns of the last one
-COUNTERS_AT = 24
-FIRST = struct.Struct("@Q")
-FIRST_AT = 40
 
 HOLD_VARIABLE = "LMRES_HOLD_S"
 DEFAULT_HOLD_S = 60.0
@@ -46,6 +49,9 @@ class Session:
         self.page: mmap.mmap | bytearray = page
         self.crashing = False
         self.attachment: Any = None
+        self.watch: Any = None
+        self.events = itertools.count(1)
+        """Numbers what is noted on the page beside the steps."""
         self._channel = channel
         self._identity = _identity(channel)
 
@@ -53,6 +59,11 @@ class Session:
     def step(self) -> int:
         """Completed optimizer steps."""
         return int(COUNTERS.unpack_from(self.page, COUNTERS_AT)[0])
+
+    @property
+    def pause_at(self) -> int:
+        """The step at whose boundary the agent asks to stand still; 0 for none."""
+        return int(PAUSE.unpack_from(self.page, PAUSE_AT)[0])
 
     @property
     def attached(self) -> bool:
@@ -99,7 +110,9 @@ class Session:
 
     def mark_progress(self) -> None:
         """Something goes on, without a step."""
-        COUNTERS.pack_into(self.page, COUNTERS_AT, self.step, time.monotonic_ns())
+        moment = time.monotonic_ns()
+        COUNTERS.pack_into(self.page, COUNTERS_AT, self.step, moment)
+        EVENT.pack_into(self.page, EVENT_AT, next(self.events), moment)
 
     def let_go(self) -> None:
         """In a forked child: this process is not the worker."""
@@ -107,6 +120,8 @@ class Session:
             os.close(self._channel)
         self._channel = -1
         self.page = bytearray(PAGE_BYTES)
+        if self.watch is not None:
+            self.watch.let_go()
 
     def _usable(self) -> bool:
         try:
@@ -145,12 +160,13 @@ def attach(numbers: str) -> None:
     _session = session = Session(channel, page)
     os.register_at_fork(after_in_child=session.let_go)
 
-    from lmres.adapters.bootstrap import crash, protect, steps
+    from lmres.adapters.bootstrap import crash, protect, steps, watching
 
     hook = crash.install(session)
     counter = steps.install(session, hook.renew)
     session.send(b'{"kind": "attached", "python": "%d.%d.%d", "pid": %d}' % (*sys.version_info[:3], os.getpid()))
     protect.install(session, counter)
+    watching.install(session)  # after it, so that it sees what the program does and not what is passed over inside
 
 
 def hold_s() -> float:

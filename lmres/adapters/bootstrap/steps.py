@@ -16,7 +16,8 @@ from __future__ import annotations
 import sys
 import time
 
-from lmres.adapters.bootstrap.session import COUNTERS, COUNTERS_AT, FIRST, FIRST_AT, Session
+from lmres.adapters.bootstrap.page import COUNTERS, COUNTERS_AT, FIRST, FIRST_AT
+from lmres.adapters.bootstrap.session import Session
 
 TYPE_CHECKING = False  # of ours: importing typing takes longer than all the rest
 if TYPE_CHECKING:

@@ -139,10 +139,16 @@ class WorkerVault:
         own_length: int,
         log_length: int,
         finite: bool = True,
+        all_finite: bool = True,
+        layout: str = "",
         topology: str = "",
         blocking_ms: float = 0.0,
     ) -> None:
-        """Everything is written. The vault makes the digests and the image readable."""
+        """Everything is written. The vault makes the digests and the image readable.
+
+        ``finite``: the parameters; ``all_finite``: the whole shared part. ``layout``: ranks with the same text may be
+        equals, whose shared parts are compared.
+        """
         self._used(grant)
         self._send(
             {
@@ -154,8 +160,24 @@ class WorkerVault:
                 "own_length": own_length,
                 "log_length": log_length,
                 "finite": finite,
+                "all_finite": all_finite,
+                "layout": layout,
                 "topology": topology,
                 "blocking_ms": blocking_ms,
+            }
+        )
+
+    def replayed(self, *, step: int, part: int, parts: int, what: str, digest: str, steady: bool) -> None:
+        """What came of one of the model's parts, computed anew after this step (``certify.Replayed``)."""
+        self._send(
+            {
+                "op": "replayed",
+                "step": step,
+                "part": part,
+                "parts": parts,
+                "what": what,
+                "digest": digest,
+                "steady": steady,
             }
         )
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lmres.errors import TransferError
 from lmres.gemini import session
+from lmres.gemini.certify import Print
 from lmres.gemini.edge import durable
 from lmres.gemini.edge.channel import Channel
 from lmres.gemini.edge.fetch import Fetched
@@ -308,26 +309,44 @@ class VaultCore:
                 rank.offer(verdict.reusable)
 
     def _report(self) -> Report:
-        whole, seen, floor = whole_keys([self._keys_of(rank) for rank in self.ranks.values()])
+        ranks = self.ranks.values()
+        whole, seen, floor = whole_keys([self._keys_of(rank) for rank in ranks])
+        comparing = self._services.options.compare != "off"
         return Report(
             node_id=self._services.options.node_id,
             whole=whole,
             seen=seen,
             floor=floor,
             durable=frozenset(self.persister.durable),
+            ranks=tuple(sorted(self.ranks)) if comparing else (),
+            prints=self._prints() if comparing else {},
+            replays=tuple((r.rank, r.replayed) for r in ranks if r.replayed is not None) if comparing else (),
+            room=comparing and self.replicas.has_room and all(rank.has_room for rank in ranks),
         )
+
+    def _prints(self) -> dict[Key, dict[int, Print]]:
+        found: dict[Key, dict[int, Print]] = {}
+        for rank in self.ranks.values():
+            for key, said in rank.prints(self.seat.safe).items():
+                found.setdefault(key, {})[rank.rank] = said
+        return found
 
     def _keys_of(self, rank: LocalRank) -> tuple[int, dict[Key, bool]]:
         keys = {}
         for index in range(len(rank.table)):
             key = rank.table.key(index)
-            if key is not None and key.origin == self.generation and not rank.unwanted(key):
+            open_yet = key is not None and (self.seat.safe is None or key >= self.seat.safe)
+            if key is not None and open_yet and key.origin == self.generation and not rank.unwanted(key):
                 verdict = self.replicator.verdict(rank.rank, key)
                 if verdict is not None:
                     keys[key] = verdict and rank.table.state(index) is SlotState.SEALED
         return rank.last_step, keys
 
     def _on_verdict(self, verdict: Verdict, gate_moved: bool) -> None:
+        if verdict.verified:
+            self.replicas.verified(verdict.verified)
+            for rank in self.ranks.values():
+                rank.verified(verdict.verified)
         if verdict.safe is not None and not self.ever:
             self.ever = True
             self._services.tell("safe", {})
@@ -411,6 +430,8 @@ class VaultCore:
             "memory_bytes": memory.held,
             "memory_limit_bytes": memory.limit,
             "safe": None if safe is None else list(safe),
+            "verified": self._newest(self.seat.verdict.verified),
+            "anchor": self._newest((self.seat.verdict.anchor,) if self.seat.verdict.anchor is not None else ()),
             "gate": self.seat.verdict.gate,
             "hub_connected": self.seat.connected,
             "ranks": {
@@ -427,6 +448,11 @@ class VaultCore:
             "copies": self.replicator.status(),
             "durable": self.persister.status(),
         }
+
+    @staticmethod
+    def _newest(keys: Iterable[Key]) -> list[int] | None:
+        newest = max(keys, default=None)
+        return None if newest is None else list(newest)
 
     def part(self) -> None:
         """There is no agent, and so nothing to capture: what is held is kept for those who come for it."""

@@ -8,18 +8,20 @@ connection ended may still write where it was allowed to: until its process is g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from lmres.gemini.certify import Print, Replayed
 from lmres.gemini.edge.journal import Journal
 from lmres.gemini.edge.memory import MemoryRefused, Place, Segment, digest_of
 from lmres.gemini.edge.services import Services
 from lmres.gemini.inventory import PART_NAMES, Copy, Key, Part
-from lmres.gemini.session import Message
-from lmres.gemini.slot import SlotState, SlotTable
+from lmres.gemini.session import Message, replayed_from_plain
+from lmres.gemini.slot import SLOTS_PER_RANK, SLOTS_WITH_ANCHORS, SlotState, SlotTable
 
 MEMORY_PARTS = ("shared", "own")
+_COUNTED = {2: "two", 4: "four"}
 
 
 class Worker(Protocol):
@@ -35,6 +37,7 @@ class SlotMemory:
     segments: dict[str, Segment] = field(default_factory=dict)
     coming: dict[str, Segment] = field(default_factory=dict)
     copy: Copy | None = None
+    print: Print | None = None
     places: list[Place] = field(default_factory=list)
     sent: tuple[int, ...] = ()
 
@@ -49,7 +52,7 @@ class LocalRank:
         self._services = services
         self._on_sealed = on_sealed
         self._on_change = on_change
-        self.table = SlotTable()
+        self.table = SlotTable(SLOTS_WITH_ANCHORS if services.options.anchors else SLOTS_PER_RANK)
         self.slots = [SlotMemory() for _ in range(len(self.table))]
         self.journal = Journal(services.memory)
         self.worker: Worker | None = None
@@ -57,6 +60,9 @@ class LocalRank:
         self.topology = ""
         self.last_step = -1
         self.restoring = False
+        self.replayed: Replayed | None = None
+        self._usable: frozenset[int] = frozenset(range(len(self.table)))
+        self._told_room = False
         self._reserved = False
         self._reservation = 0
         self._number = 0
@@ -103,23 +109,30 @@ class LocalRank:
         return index in self._soiled
 
     def reserve(self, *, shared_bytes: int, own_bytes: int) -> None:
-        """Two slots of this size, as far as they are not there yet. The worker hears of it by its grants."""
-        sizes = {"shared": shared_bytes, "own": own_bytes}
+        """All slots of this size, as far as they are not there yet. The worker hears of it by its grants.
+
+        If there is no memory for all, two must do: then no key is kept for what replay certifies.
+        """
+        self._reserve({"shared": shared_bytes, "own": own_bytes}, len(self.slots))
+
+    def _reserve(self, sizes: dict[str, int], count: int) -> None:
         self._reservation += 1
         number = self._reservation
         for index in range(len(self.slots)):
             self.clean(index)
         missing: list[tuple[SlotMemory, str]] = []
-        for index, slot in enumerate(self.slots):
+        self._use(count)
+        for index in sorted(self._usable):
+            slot = self.slots[index]
             for name, size in sizes.items():
                 self._forget_small(index, name, size)
                 if name not in slot.coming and not self._fits(slot, name, size):
                     missing.append((slot, name))
-        what = f"rank {self.rank}: two slots of {shared_bytes + own_bytes} bytes"
+        what = f"rank {self.rank}: {_COUNTED.get(count, count)} slots of {sum(sizes.values())} bytes"
         try:
             taken = self._services.memory.take([sizes[name] for _, name in missing], what)
         except MemoryRefused as error:
-            self._refuse(str(error))
+            self._do_with_two(sizes, count, str(error))
             return
 
         def touch() -> None:
@@ -130,8 +143,8 @@ class LocalRank:
             if error is not None or self._closed:
                 for segment in taken:
                     self._services.memory.give_back(segment)
-                if error is not None and number == self._reservation:
-                    self._refuse(f"{what}: {error}")
+                if error is not None and number == self._reservation and not self._closed:
+                    self._do_with_two(sizes, count, f"{what}: {error}")
                 return
             for (slot, name), segment in zip(missing, taken, strict=True):
                 old = slot.coming.pop(name, None)
@@ -145,11 +158,49 @@ class LocalRank:
 
         self._services.touching.run(touch, touched)
 
+    def _use(self, count: int) -> None:
+        """Which slots are written from now on: those under way, then the newest images, then whatever is there."""
+
+        def worth(index: int) -> tuple[bool, Key, int]:
+            busy = self.table.state(index) in (SlotState.GRANTED, SlotState.FILLED)
+            return busy, self.table.key(index) or Key(-1, -1), len(self.slots[index].segments)
+
+        ordered = sorted(range(len(self.slots)), key=worth, reverse=True)
+        self._usable = frozenset(ordered[:count])
+
+    def _do_with_two(self, sizes: dict[str, int], count: int, why: str) -> None:
+        if count <= SLOTS_PER_RANK:
+            self._refuse(why)
+            return
+        self._use(SLOTS_PER_RANK)
+        for index in set(range(len(self.slots))) - self._usable:
+            self._give_up(index)
+        if not self._told_room:
+            self._told_room = True
+            self._services.tell("no_room", {"rank": self.rank, "reason": why})
+        self._reserve(sizes, SLOTS_PER_RANK)
+
+    def _give_up(self, index: int) -> None:
+        """This slot is not needed, or there is no memory for it."""
+        if self.table.state(index) in (SlotState.EMPTY, SlotState.SEALED) and not self.table.is_pinned(index):
+            slot = self.slots[index]
+            self.table_clear(index)
+            for segment in (*slot.segments.values(), *slot.coming.values()):
+                self._services.memory.give_back(segment)
+            slot.segments.clear()
+            slot.coming.clear()
+            slot.sent = ()
+
+    @property
+    def has_room(self) -> bool:
+        """There is memory for the keys that are kept beside the safe one."""
+        return self._reserved and len(self._usable) >= SLOTS_WITH_ANCHORS
+
     def offer(self, reusable: Callable[[Key], bool]) -> None:
         """Grants a slot to the worker if one may be written."""
         if self.worker is None or not self._reserved:
             return
-        index = self.table.grantable(reusable)
+        index = self.table.grantable(reusable, self._usable)
         if index is None:
             return
         self.table_clear(index)
@@ -181,6 +232,10 @@ class LocalRank:
     def discard(self, message: Message) -> None:
         self.table.clear(self._granted(message))
 
+    def replay(self, message: Message) -> None:
+        """What the worker has computed anew."""
+        self.replayed = replayed_from_plain(message)
+
     def withdraw(self, step: int, *, safe: Key | None) -> Copy | None:
         """The image of this step must not be used. Returns it as others are to know it, if they know it."""
         key = Key(step, self.generation)
@@ -201,6 +256,21 @@ class LocalRank:
 
     def copies(self) -> list[Copy]:
         return [copy for index, _ in self.table.sealed() if (copy := self.slots[index].copy) is not None]
+
+    def prints(self, since: Key | None) -> dict[Key, Print]:
+        """Of the images from this key on, as far as they have something in common with anybody's."""
+        found = {}
+        for index, key in self.table.sealed():
+            said, copy = self.slots[index].print, self.slots[index].copy
+            if said is not None and copy is not None and copy.shared.length and (since is None or key >= since):
+                found[key] = said
+        return found
+
+    def verified(self, keys: Collection[Key]) -> None:
+        """The group has compared these keys."""
+        for slot in self.slots:
+            if slot.copy is not None and slot.copy.key in keys:
+                slot.copy = replace(slot.copy, trust="verified")
 
     @property
     def busy(self) -> bool:
@@ -236,7 +306,7 @@ class LocalRank:
         for place in slot.places:
             self._services.contents.remove(place)
         slot.places.clear()
-        slot.copy = None
+        slot.copy = slot.print = None
         self.table.clear(index)
 
     def put(self, index: int, copy: Copy) -> None:
@@ -245,11 +315,13 @@ class LocalRank:
             self.table_clear(index)
             self.table.put(index, copy.key)
         self._publish(index, copy)
+        self.slots[index].print = Print(layout="", digest=copy.shared.digest, finite=copy.finite)
 
     def begin(self, generation: int, safe: Key | None, topology: str) -> None:
         """A new generation: steps are counted from its base."""
         self.generation = generation
         self.topology = topology
+        self.replayed = None
         if safe is None:
             self.journal.forget()
         self.last_step = safe.step if safe is not None else -1
@@ -306,7 +378,7 @@ class LocalRank:
         for index, slot in enumerate(self.slots):
             if self.table.state(index) is SlotState.EMPTY:
                 self._swap(index)
-            if not slot.coming:
+            if not slot.coming and index in self._usable:
                 self._show(index)
 
     def _show(self, index: int) -> None:
@@ -348,6 +420,8 @@ class LocalRank:
                 self.table.seal(index)
                 copy = self._copy(key, parts, message)
                 self._publish(index, copy)
+                finite = message["finite"] and message["all_finite"]
+                self.slots[index].print = Print(layout=message["layout"], digest=copy.shared.digest, finite=finite)
                 self._on_sealed(copy, message["blocking_ms"])
             self._hash_next()
             self._on_change()

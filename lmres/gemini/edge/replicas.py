@@ -6,13 +6,14 @@ Rules:
    to seal itself (replicas of data-parallel training) is waited for, for a moment, rather than pulled.
 2. A record becomes readable when all its parts are here; the one before stays until a newer key is safe. What both
    have in common lies in the older one, and passes to the newer when the older goes.
-3. A rank's copies take two buffers in turn; a third manifest waits until the hub's verdict frees one.
+3. A rank's copies take two buffers in turn, and two more where keys are kept; a further manifest waits until the hub's
+   verdict frees one.
 4. No memory within the limit: the owner is told, with the numbers, and counts this vault out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from lmres.gemini.session import Assignment, Message, copy_from_plain
 from lmres.gemini.watermark import Verdict
 
 _MAX_RECORDS = 2
+_MAX_WITH_ANCHORS = 4
 _WAIT_LOCAL_S = 1.0
 _PULL_S = 600.0
 
@@ -80,6 +82,8 @@ class Replicas:
         self._generation = 0
         self._verdict = Verdict()
         self._closed = False
+        self.has_room = True
+        """There has been memory for the keys that are kept beside the safe one, in this generation."""
         self.pulled_bytes = 0
 
     # -- what the owners and the agent say
@@ -124,6 +128,7 @@ class Replicas:
         if assignment.generation != self._generation:
             self._generation = assignment.generation
             self._verdict = Verdict()
+            self.has_room = True
             for puller in self._pullers.values():
                 puller.close()  # what is still being pulled is of no more use
             self._pullers.clear()
@@ -205,7 +210,7 @@ class Replicas:
             self._answer_held(offer)
             return
         self._drop_reusable(held)
-        if len(held.records) >= _MAX_RECORDS or self._may_come(held, offer):
+        if len(held.records) >= self._most_records or self._may_come(held, offer):
             return
         lacking = [name for name in MEMORY_PARTS if not self._services.contents.has(copy.part(name))]
         digests = {copy.part(name).digest for name in lacking}
@@ -219,6 +224,17 @@ class Replicas:
             partial(self._pull, held, self._puller(offer), record, lacking),
             partial(self._pulled, held, offer, record, digests),
         )
+
+    @property
+    def _most_records(self) -> int:
+        return _MAX_WITH_ANCHORS if self._services.options.anchors and self.has_room else _MAX_RECORDS
+
+    def verified(self, keys: Collection[Key]) -> None:
+        """The group has compared these keys."""
+        for held in self._held.values():
+            for record in held.records:
+                if record.copy.key in keys:
+                    record.copy = replace(record.copy, trust="verified")
 
     def _may_come(self, held: _Held, offer: _Offer) -> bool:
         """The shared part may be sealed here any moment."""
@@ -288,6 +304,9 @@ class Replicas:
                 self._services.memory.give_back(segment)
             if not stale:
                 full = isinstance(error, MemoryRefused)
+                if full and self._services.options.anchors and self.has_room:
+                    self.has_room = full = False  # once what is kept has gone there may be
+                    self._services.tell("no_room", {"rank": copy.rank, "reason": str(error)})
                 self._answer_not(offer, str(error) if isinstance(error, VaultError) else repr(error), full=full)
         else:
             self.pulled_bytes += received

@@ -6,18 +6,29 @@ time only. While the hub is out of reach nothing becomes safe, no slot is grante
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lmres.errors import RecordError
+from lmres.gemini.certify import Certifier, Covered, Finding, Replayed
 from lmres.gemini.edge.channel import Channel
 from lmres.gemini.edge.links import Link
 from lmres.gemini.edge.services import Services
 from lmres.gemini.inventory import Key
-from lmres.gemini.session import Assignment, Message, key_from_plain, keys_from_plain
+from lmres.gemini.session import (
+    Assignment,
+    Message,
+    key_from_plain,
+    keys_from_plain,
+    prints_from_plain,
+    prints_to_plain,
+    replayed_from_plain,
+)
 from lmres.gemini.watermark import Hub, Report, Verdict
 
 _MAX_EARLY = 4096
+_MAX_ANCHORS = 8
 
 
 class Seat:
@@ -34,6 +45,8 @@ class Seat:
         self._early: dict[str, tuple[int, Report, Channel]] = {}
         self._reported: Report | None = None
         self._spoken = -1
+        self._anchors: set[Key] = set()
+        self._questioned: dict[int, tuple[int, dict[int, str]]] = {}
 
     @property
     def safe(self) -> Key | None:
@@ -47,6 +60,7 @@ class Seat:
         options = self._services.options
         is_hub = assignment.hub is None or assignment.hub.node_id == options.node_id
         if new:
+            self._remember_question()
             self._generation = assignment.generation
             self.verdict = Verdict(number=-1, safe=safe)
             self._reported, self._spoken = None, -1
@@ -61,8 +75,11 @@ class Seat:
                     safe=safe,
                     durable_interval=options.durable_every,
                     keep=options.durable_keep,
+                    certifier=self._certifier(members, safe) if options.compare != "off" else None,
                 )
             self._hub.members = members
+            if self._hub.certifier is not None:
+                self._hub.certifier.members = members
             self._take_early()
         elif self._link is None or self._link.peer != assignment.hub:
             self._leave()
@@ -136,11 +153,72 @@ class Seat:
                 "seen": sorted(report.seen),
                 "floor": report.floor,
                 "durable": sorted(report.durable),
+                "ranks": report.ranks,
+                "prints": prints_to_plain(report.prints),
+                "replays": [[rank, asdict(replayed)] for rank, replayed in report.replays],
+                "room": report.room,
             }
             self._link.send({"op": "tell", "generation": self._generation, "what": what})
 
+    def _certifier(self, members: frozenset[str], safe: Key | None) -> Certifier:
+        found = {step: digests for step, (_, digests) in self._questioned.items() if safe is None or step > safe.step}
+        return Certifier(
+            members=members,
+            origin=self._generation,
+            base=safe,
+            certified=safe in self._anchors,
+            holds_back=self._services.options.compare == "hold",
+            questioned={step: dict(digests) for step, digests in found.items()},
+        )
+
+    def _remember_question(self) -> None:
+        """Equals have differed and nobody could say who was wrong: the same steps may come again."""
+        undecided = self._hub.certifier.undecided if self._hub is not None and self._hub.certifier is not None else None
+        if undecided is not None:
+            key, digests = undecided
+            self._questioned = {key.step: (key.origin, digests)}
+
+    def _tell_findings(self) -> None:
+        certifier = self._hub.certifier if self._hub is not None else None
+        if certifier is None:
+            return
+        findings, certifier.findings = certifier.findings, []
+        for finding in findings:
+            self._tell_finding(finding)
+        told, certifier.told = certifier.told, []
+        for covered in told:
+            self._tell_covered(covered)
+
+    def _tell_finding(self, finding: Finding) -> None:
+        then = self._questioned.pop(finding.key.step, None) if finding.check == "again" else None
+        fields = {
+            "check": finding.check,
+            "step": finding.key.step,
+            "origin": finding.key.origin,
+            "groups": [list(ranks) for ranks in finding.groups],
+            "ranks": list(finding.ranks),
+            "what": finding.what,
+            "trusted": None if finding.trusted is None else list(finding.trusted),
+            "from_start": self._hub is not None
+            and self._hub.certifier is not None
+            and self._hub.certifier.base is None,
+            "then": then[0] if then is not None else finding.key.origin,
+        }
+        self._services.log(f"equals differ: {fields}")
+        self._services.tell("corruption", fields)
+
+    def _tell_covered(self, covered: Covered) -> None:
+        fields = {
+            "check": covered.check,
+            "ranks": list(covered.ranks),
+            "alone": list(covered.alone),
+            "reason": covered.reason,
+        }
+        self._services.tell("covered", fields)
+
     def _judge(self, verdict: Verdict, to: Channel | None = None) -> None:
         """Says a verdict to everybody if it is news, else only ``to`` whom it is."""
+        self._tell_findings()
         message = {"op": "verdict", "generation": self._generation, "what": _verdict_to_plain(verdict)}
         if verdict.number == self._spoken:
             if to is not None:
@@ -166,6 +244,8 @@ class Seat:
             return
         moved = verdict.gate != self.verdict.gate
         self.verdict = verdict
+        if verdict.anchor is not None:
+            self._anchors = {*sorted(self._anchors)[-_MAX_ANCHORS:], verdict.anchor}
         self._on_verdict(verdict, moved)
 
 
@@ -189,7 +269,28 @@ def _report_from_plain(node_id: str, what: dict[str, Any]) -> Report:
         seen=frozenset(keys_from_plain(what.get("seen"))),
         floor=_whole_number(what, "floor"),
         durable=frozenset(keys_from_plain(what.get("durable"))),
+        ranks=tuple(_whole_numbers(what, "ranks")),
+        prints=prints_from_plain(what.get("prints")),
+        replays=tuple(_replays(what)),
+        room=what.get("room") is True,
     )
+
+
+def _whole_numbers(what: dict[str, Any], name: str) -> list[int]:
+    found = what.get(name)
+    if not isinstance(found, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in found):
+        raise RecordError(f"{name}: expected a list of whole numbers, found {found!r:.80}")
+    return found
+
+
+def _replays(what: dict[str, Any]) -> Iterator[tuple[int, Replayed]]:
+    found = what.get("replays")
+    if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
+        raise RecordError(f"replays: expected a list of pairs, found {found!r:.80}")
+    for rank, replayed in found:
+        if not isinstance(rank, int):
+            raise RecordError(f"replays: expected a rank, found {rank!r:.80}")
+        yield rank, replayed_from_plain(replayed)
 
 
 def _verdict_to_plain(verdict: Verdict) -> dict[str, Any]:
@@ -201,6 +302,9 @@ def _verdict_to_plain(verdict: Verdict) -> dict[str, Any]:
         "gate": verdict.gate,
         "persist": verdict.persist,
         "delete": verdict.delete,
+        "kept": verdict.kept,
+        "anchor": verdict.anchor,
+        "verified": verdict.verified,
     }
 
 
@@ -213,6 +317,9 @@ def _verdict_from_plain(what: dict[str, Any]) -> Verdict:
         gate=_whole_number(what, "gate"),
         persist=keys_from_plain(what.get("persist")),
         delete=keys_from_plain(what.get("delete")),
+        kept=keys_from_plain(what.get("kept")),
+        anchor=key_from_plain(what.get("anchor")),
+        verified=keys_from_plain(what.get("verified")),
     )
 
 

@@ -6,7 +6,8 @@ Rules:
 2. Every call ends in time, with an answer or a ``VaultError``. When the vault is dead each call says so at once.
 3. What the vault tells by itself comes as calls of ``on_event(kind, fields)`` from a thread of this module. Kinds:
    ``captured``, ``safe`` (for the first time), ``restored``, ``problem``, ``refused`` (no memory for a rank: the
-   numbers), ``copies`` (how many there are of how many wanted), ``durable``, and at last ``gone``.
+   numbers), ``no_room`` (for keys that are kept), ``copies`` (how many there are of how many wanted), ``durable``,
+   ``covered`` and ``corruption`` (from the hub only: ``certify``), and at last ``gone``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lmres
 from lmres.detached import package_root, start_detached
@@ -97,6 +98,8 @@ class Vault:
         durable_directory: str | None = None,
         durable_every: int | None = None,
         durable_keep: int = 2,
+        compare: Literal["off", "report", "hold"] = "off",
+        anchors: bool = False,
         timeout_s: float = START_S,
     ) -> Vault:
         """Raises VaultError when no vault can be had."""
@@ -109,6 +112,8 @@ class Vault:
             durable_directory=durable_directory,
             durable_every=durable_every,
             durable_keep=durable_keep,
+            compare=compare,
+            anchors=anchors,
         )
         end_s = time.monotonic() + timeout_s
         path = state_dir / SOCKET_NAME

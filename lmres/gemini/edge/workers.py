@@ -39,6 +39,7 @@ class WorkerLink:
             "reserve": self._reserve,
             "seal": self._seal,
             "discard": self._discard,
+            "replayed": self._replayed,
             "withdraw": self._withdraw,
             "await": self._await,
         }
@@ -89,6 +90,10 @@ class WorkerLink:
 
     def _discard(self, message: Message) -> None:
         self.rank.discard(message)
+        self._core.changed()
+
+    def _replayed(self, message: Message) -> None:
+        self.rank.replay(message)
         self._core.changed()
 
     def _withdraw(self, message: Message) -> None:

@@ -331,8 +331,8 @@ class Crew:
         )
         self.add_evidence(cause, finding.weight, at_ms)
 
-    def add_evidence(self, cause: Cause, weight: Any, at_ms: int, *, fit: bool = True) -> None:
-        """Keeps evidence for the protocol to send."""
+    def add_evidence(self, cause: Cause, weight: Any, at_ms: int, **more: Any) -> None:
+        """Keeps evidence for the protocol to send. ``more``: further fields of ``Evidence``."""
         me = self._me()
         with self._lock:
             mine = [e for e in self.faults if e.generation == self.generation]
@@ -346,7 +346,7 @@ class Crew:
                 cause=cause,
                 boot_id=me.boot_id,
                 at_ms=at_ms,
-                fit=fit,
+                **more,
             )
             self.faults = (*self.faults, evidence)
         self._on_change()

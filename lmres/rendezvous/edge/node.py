@@ -37,6 +37,7 @@ from lmres.rendezvous.edge.connect import connect
 from lmres.rendezvous.edge.crew import Crew, now_ms
 from lmres.rendezvous.edge.driver import LEAVE_S, Driver
 from lmres.rendezvous.edge.events import EventLog
+from lmres.rendezvous.edge.fitness import Fitness
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
 from lmres.rendezvous.edge.master_port import MasterPort
 from lmres.rendezvous.edge.narrator import Narrator
@@ -92,6 +93,7 @@ class Node:
         self._token = uuid.uuid4().hex
         self._warm: WarmPool | None = None
         self._safe: safekeeping.Safekeeping | None = None
+        self._fitness: Fitness | None = None
         self._parked = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -203,6 +205,7 @@ class Node:
             on_start=on_worker_start,
         )
         self._guardian.start()
+        self._start_health()
         self._crew.start()
         self._neighbours.start()
         atexit.register(self.close, "exit")
@@ -212,6 +215,21 @@ class Node:
         for thread in (self._control, watch, pulse):
             thread.start()
         self._say_what_is_missing()
+
+    def _start_health(self) -> None:
+        """Looks at this host once before it asks for a place; then from time to time."""
+        if self._attach and self.policy.detection.enabled:
+            self._fitness = Fitness(
+                self.policy.detection.health,
+                run_id=self.options.run_id,
+                me=lambda: self._agent.me,
+                state_dir=self.state_dir,
+                guardian=self._guardian,
+                events=self.events,
+                generation=lambda: self._crew.generation,
+                poke=self._poke,
+            )
+            self._fitness.start()
 
     def _say_what_is_missing(self) -> None:
         """The policy's parts that this version does not have yet: said once, not passed over."""
@@ -275,6 +293,7 @@ class Node:
             lambda: self._crew.join_stop(self.policy.workers.stop_grace_s + CLOSE_S),
             self._tell_left,
             self._crew.close,
+            self._close_health,
             self._neighbours.close,
             self._close_vault,
             self._guardian.close,
@@ -301,6 +320,10 @@ class Node:
     def _close_vault(self) -> None:
         if self._safe is not None:
             self._safe.close()
+
+    def _close_health(self) -> None:
+        if self._fitness is not None:
+            self._fitness.close()
 
     def _tell_left(self) -> None:
         me, leave = self._agent.me, self._leave
@@ -472,6 +495,7 @@ class Node:
             banned=crew.banned,
             keeping=self._safe.keeping if self._safe is not None else None,
             broken=self._neighbours.broken,
+            health=self._fitness.record if self._fitness is not None else None,
             leave=self._leave,
         )
 
@@ -486,6 +510,8 @@ class Node:
                 self._safe.mind(scene)
             if outcome.freeze is not None:
                 self._safe.freeze(outcome.freeze)
+        if self._fitness is not None and outcome.plan is not None:
+            self._fitness.follow(outcome.plan.generation)
         self._neighbours.follow(self._agent.me, self._agent.view.live_members())
         self._narrator.tell(outcome, self._crew)
         parked = outcome.standing == "standby" and outcome.plan is not None

@@ -1,0 +1,316 @@
+"""What may be trusted: images compared between equals, and computing compared between them. Pure.
+
+Two checks, both of what the ranks say of themselves; the hub only compares texts:
+
+- *State.* The vault makes a digest of each image's shared part (parameters, optimizer state) anyway. Replicas have it
+  bit for bit, so a key whose equals differ is corrupt, and never becomes safe. Hence the newest safe key is always one
+  that was compared, where there is anybody to compare with.
+- *Replay.* A wrong result that an all-reduce has spread is in everybody's state alike. So at an interval each rank
+  computes one part of the model anew, on inputs that are made up from the step, and equals compare what came of it.
+
+Who is equal to whom is learned, not declared: ranks of one layout whose digests agreed at the first key that was
+compared, or at the restored one. Ranks that never agreed (a sharded optimizer, parameters of their own) are not
+covered, which is told, and are never accused. So is a group of three or more that all differ from each other, and one
+that differs in the same way when the same steps are made again: that is the program's doing.
+
+A replay says something of one part only, and of the state before it only that this part's computing was right until
+then. So a state is certified by replay once *every* part has passed at or after it. Two keys older than the safe one
+are kept for that: the *anchor*, certified, and the *candidate*, which becomes the anchor when the last part has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lmres.gemini.inventory import Key
+
+Check = Literal["state", "replay", "once", "again"]
+"""``once``: a replay that did not come out the same twice. ``again``: the same steps were made again, and now agree."""
+
+_MAX_KEYS = 16
+_MAX_REPLAYS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Print:
+    """Of the shared part of one rank's image. ``layout``: only ranks with the same text may be equals; it names
+    tensors, shards and the kind of machine. ``finite``: all of it."""
+
+    layout: str
+    digest: str
+    finite: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """One of ``parts`` parts of the model, computed at the boundary after ``step``. ``what``: only equal texts are
+    compared; it names module, shapes and the kind of machine. ``steady``: it came out the same twice."""
+
+    step: int
+    part: int
+    parts: int
+    what: str
+    digest: str
+    steady: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Equals that differ. ``groups``: their ranks by what they have, the largest first. ``ranks``: with ``again`` those
+    that were wrong, with ``once`` those that were not steady. ``trusted``: the newest key this casts no doubt on, None
+    if there is none."""
+
+    check: Check
+    key: Key
+    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...] = ()
+    what: str = ""
+    trusted: Key | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Covered:
+    """Said once for each check: the ranks that have an equal, and those that have none, or why nobody has."""
+
+    check: Literal["state", "replay"]
+    ranks: tuple[int, ...]
+    alone: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Certifier:
+    """Of one generation. ``base``: the restored key, ``certified`` if it was an anchor. ``holds_back``: what differs is
+    not to become safe. ``questioned``: by step, what ranks had when they differed in an earlier generation."""
+
+    members: frozenset[str]
+    origin: int
+    base: Key | None = None
+    certified: bool = False
+    holds_back: bool = True
+    questioned: dict[int, dict[int, str]] = field(default_factory=dict)
+    anchor: Key | None = None
+    candidate: Key | None = None
+    findings: list[Finding] = field(default_factory=list)
+    told: list[Covered] = field(default_factory=list)
+    verified: set[Key] = field(default_factory=set)
+    differing: dict[Key, dict[int, str]] = field(default_factory=dict)
+    _ranks: dict[str, frozenset[int]] = field(default_factory=dict)
+    _rooms: dict[str, bool] = field(default_factory=dict)
+    _prints: dict[Key, dict[int, Print]] = field(default_factory=dict)
+    _classes: tuple[frozenset[int], ...] | None = None
+    _replays: dict[int, dict[int, Replayed]] = field(default_factory=dict)
+    _replayed_to: int = -1
+    _passed: dict[int, int] = field(default_factory=dict)
+    _parts: int = 0
+    _replay_told: bool = False
+    _state_found: bool = False
+    _replay_found: bool = False
+
+    def __post_init__(self) -> None:
+        if self.certified:
+            self.anchor = self.base
+        else:
+            self.candidate = self.base
+
+    # -- what vaults say
+
+    def take(
+        self,
+        node_id: str,
+        *,
+        ranks: Iterable[int],
+        room: bool,
+        prints: Mapping[Key, Mapping[int, Print]],
+        replays: Iterable[tuple[int, Replayed]],
+    ) -> None:
+        """``ranks``: of this vault. ``room``: it has memory for the two keys that are kept."""
+        self._ranks[node_id] = frozenset(ranks)
+        self._rooms[node_id] = room
+        for key, found in prints.items():
+            if key.origin == self.origin or key == self.base:
+                self._prints.setdefault(key, {}).update(found)
+        for key in sorted(self._prints)[:-_MAX_KEYS]:
+            del self._prints[key]
+        for rank, replayed in replays:
+            if replayed.step > self._replayed_to:
+                self._replays.setdefault(replayed.step, {}).setdefault(rank, replayed)
+        self._compare_replays()
+
+    @property
+    def undecided(self) -> tuple[Key, dict[int, str]] | None:
+        """The first key whose equals differed, if there is no majority to say who is wrong."""
+        if not self.differing:
+            return None
+        key = min(self.differing)
+        digests = self.differing[key]
+        return None if 2 * len(_groups(digests)[0]) > len(digests) else (key, digests)
+
+    @property
+    def _everybody(self) -> frozenset[int]:
+        return frozenset().union(*self._ranks.values())
+
+    @property
+    def _all_told(self) -> bool:
+        return self.members <= self._ranks.keys()
+
+    # -- state
+
+    def allows(self, key: Key, safe: Key | None) -> bool:
+        """Whether a key that is whole everywhere may become safe. ``safe``: the newest that is."""
+        if key in self.differing:
+            return not self.holds_back
+        if self._classes is None and self.base is not None:
+            self._learn_base(self.base)
+        prints = self._prints.get(key, {})
+        if self._classes is None and prints:
+            self._learn(prints, by_layout=True)
+        equals = list(self._equals(prints))
+        differing = next((group for group in equals if len({prints[rank].digest for rank in group}) > 1), None)
+        if differing is None:
+            alone = self._everybody - frozenset().union(*equals)
+            if equals and not alone and all(prints[rank].finite for rank in self._everybody):
+                self.verified = {*sorted(self.verified)[-_MAX_KEYS:], key}
+            self._answer_question(key, {rank: prints[rank].digest for group in equals for rank in group})
+            return True
+        return self._differs(key, {rank: prints[rank].digest for rank in differing}, safe)
+
+    def _differs(self, key: Key, digests: dict[int, str], safe: Key | None) -> bool:
+        groups = _groups(digests)
+        every_one = len(groups) > 2 and all(len(group) == 1 for group in groups)
+        if every_one or self.questioned.get(key.step) == digests:
+            why = "all differ from each other" if every_one else "they differ in the same way when it is made again"
+            self._classes = ()
+            everybody = tuple(sorted(self._everybody))
+            self.told.append(Covered(check="state", ranks=(), alone=everybody, reason=f"at {key} {why}"))
+            return True
+        self.differing[key] = digests
+        if not self._state_found:
+            self._state_found = True
+            self.findings.append(Finding(check="state", key=key, groups=groups, trusted=safe))
+        return not self.holds_back
+
+    def _learn_base(self, base: Key) -> None:
+        prints = self._prints.get(base, {})
+        self._learn(prints, by_layout=False)
+        covered = frozenset().union(*(self._classes or ()))
+        if covered == self._everybody and all(said.finite for said in prints.values()):
+            self.verified.add(base)
+
+    def _learn(self, prints: Mapping[int, Print], *, by_layout: bool) -> None:
+        found: dict[tuple[str, str], set[int]] = {}
+        for rank, said in prints.items():
+            found.setdefault((said.layout if by_layout else "", said.digest), set()).add(rank)
+        self._classes = tuple(frozenset(ranks) for ranks in found.values() if len(ranks) > 1)
+        covered = frozenset().union(*self._classes)
+        alone = tuple(sorted(self._everybody - covered))
+        self.told.append(Covered(check="state", ranks=tuple(sorted(covered)), alone=alone))
+
+    def _equals(self, prints: Mapping[int, Print]) -> Iterator[list[int]]:
+        """Ranks that must have the same now."""
+        for known in self._classes or ():
+            by_layout: dict[str, list[int]] = {}
+            for rank in sorted(known & prints.keys()):
+                by_layout.setdefault(prints[rank].layout, []).append(rank)
+            yield from (ranks for ranks in by_layout.values() if len(ranks) > 1)
+
+    def _answer_question(self, key: Key, digests: Mapping[int, str]) -> None:
+        """The same steps were made again: of those who differed then, who had what all have now?"""
+        then = self.questioned.pop(key.step, None)
+        if then is None or not then.keys() <= digests.keys():
+            return
+        wrong = tuple(sorted(rank for rank in then if then[rank] != digests[rank]))
+        if wrong and len(wrong) < len(then):
+            self.findings.append(Finding(check="again", key=key, groups=_groups(then), ranks=wrong, trusted=key))
+
+    # -- replay
+
+    def _compare_replays(self) -> None:
+        everybody = self._everybody
+        for step in sorted(self._replays):
+            said = self._replays[step]
+            whole = self._all_told and everybody <= said.keys()
+            if not whole and len(self._replays) <= _MAX_REPLAYS:
+                return  # who has not told may yet
+            del self._replays[step]
+            self._replayed_to = step
+            self._compare_replay(step, said, everybody)
+
+    def _compare_replay(self, step: int, said: Mapping[int, Replayed], everybody: frozenset[int]) -> None:
+        by_what: dict[str, list[int]] = {}
+        for rank in sorted(said):
+            by_what.setdefault(said[rank].what, []).append(rank)
+        equals = [ranks for ranks in by_what.values() if len(ranks) > 1]
+        covered = frozenset(rank for ranks in equals for rank in ranks)
+        if not self._replay_told:
+            self._replay_told = True
+            alone = tuple(sorted(everybody - covered))
+            self.told.append(Covered(check="replay", ranks=tuple(sorted(covered)), alone=alone))
+        key = Key(step, self.origin)
+        well = bool(equals) and covered == everybody
+        for ranks in equals:
+            unsteady = tuple(rank for rank in ranks if not said[rank].steady)
+            groups = _groups({rank: said[rank].digest for rank in ranks if said[rank].steady})
+            if unsteady:
+                well = False
+                self.findings.append(
+                    Finding(check="once", key=key, groups=groups, ranks=unsteady, what=said[ranks[0]].what)
+                )
+            if len(groups) > 1:
+                well = False
+                self._replay_differs(key, groups, said[ranks[0]])
+        if well:
+            self._pass(step, next(iter(said.values())))
+
+    def _replay_differs(self, key: Key, groups: tuple[tuple[int, ...], ...], one: Replayed) -> None:
+        if self._replay_found:
+            return
+        self._replay_found = True
+        trusted = max((k for k in self.kept if self._passed.get(one.part, -1) >= k.step), default=None)
+        if trusted is None and self.certified:
+            trusted = self.anchor
+        self.findings.append(Finding(check="replay", key=key, groups=groups, what=one.what, trusted=trusted))
+
+    def _pass(self, step: int, one: Replayed) -> None:
+        if one.parts != self._parts:
+            self._passed, self._parts = {}, one.parts
+        self._passed[one.part] = step
+        candidate = self.candidate
+        if candidate is None or self._replay_found:
+            return
+        if all(self._passed.get(part, -1) >= candidate.step for part in range(self._parts)):
+            self.anchor, self.candidate = candidate, None
+
+    @property
+    def _has_room(self) -> bool:
+        return all(self._rooms.get(member, False) for member in self.members)
+
+    @property
+    def kept(self) -> tuple[Key, ...]:
+        """Older than the safe one, and yet not to be written over."""
+        if not self._has_room:
+            return ()
+        return tuple(sorted(key for key in (self.anchor, self.candidate) if key is not None))
+
+    def advanced(self, safe: Key | None) -> None:
+        """After each report. ``safe`` is whole everywhere now, so it may be named."""
+        if not self._has_room:
+            # Whoever has no room has written over them by now, or may.
+            if self.candidate != safe:
+                self.candidate = None
+            if self.anchor != safe:
+                self.anchor = None
+        elif self.candidate is None and safe is not None and self._parts and safe not in self.differing:
+            self.candidate = safe if self.anchor is None or safe > self.anchor else None
+        for key in [key for key in self._prints if safe is not None and key < safe and key != self.base]:
+            del self._prints[key]
+
+
+def _groups(values: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by value: the largest group first, then the one with the lowest rank."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        found.setdefault(values[rank], []).append(rank)
+    return tuple(sorted((tuple(ranks) for ranks in found.values()), key=lambda ranks: (-len(ranks), ranks)))
