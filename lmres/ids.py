@@ -90,6 +90,9 @@ class Keys:
     def sighting(self, generation: int, node_id: str) -> str:
         return f"{self.reg}sighting/{generation:08d}/{node_id}"
 
+    def paused(self, generation: int, node_id: str) -> str:
+        return f"{self.reg}paused/{generation:08d}/{node_id}"
+
     def health(self, node_id: str) -> str:
         return f"{self.reg}health/{node_id}"
 

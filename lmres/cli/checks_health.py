@@ -24,7 +24,7 @@ _ADVICE = {
     "command": "the site's own check says so (detection.health.command)",
 }
 _LEFT_OUT = ("clock", "kernel")
-"""They compare with earlier, so a single look says nothing."""
+"""Events: a single look says nothing about them."""
 
 
 def check_health(policy_file: str | None) -> list[Finding]:

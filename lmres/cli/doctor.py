@@ -24,15 +24,17 @@ def run_checks(checks: Sequence[Check]) -> list[Finding]:
         try:
             findings.append(check())
         except Exception as error:
-            findings.append(
-                Finding(
-                    check=name,
-                    status="fail",
-                    found=f"the check itself failed: {type(error).__name__}: {error}",
-                    advice="report this with the output of: lmres version",
-                )
-            )
+            findings.append(_broken(name, error))
     return findings
+
+
+def _broken(name: str, error: Exception) -> Finding:
+    return Finding(
+        check=name,
+        status="fail",
+        found=f"the check itself failed: {type(error).__name__}: {error}",
+        advice="report this with the output of: lmres version",
+    )
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -52,14 +54,10 @@ def render(findings: Sequence[Finding]) -> str:
 
 def _health(policy_file: str | None) -> list[Finding]:
     """The checks of the host's health; one finding if they break as a whole."""
-    found: list[Finding] = []
-
-    def check() -> Finding:
-        found.extend(checks_health.check_health(policy_file))
-        return found[-1]
-
-    broken = run_checks([("health", check)])
-    return found or broken
+    try:
+        return checks_health.check_health(policy_file)
+    except Exception as error:
+        return [_broken("health", error)]
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -60,9 +60,18 @@ def checkpointing(config: RunConfig | None) -> Checkpointing:
         return Checkpointing()
 
 
+def is_watched(config: RunConfig | None) -> bool:
+    """Whether the agents look for failures that leave no crash; as ``recovery_policy`` where that can not be read."""
+    try:
+        body = json.loads(config.policy) if config is not None and config.policy is not None else {}
+        return bool(body["detection"]["enabled"])
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
 def next_decision(view: View) -> Decision:
     """What the agents would decide now, but for what only their clocks and their vaults can tell."""
-    return decide(view, recovery_policy(view.config), Observed())
+    return decide(view, recovery_policy(view.config), Observed(), watched=is_watched(view.config))
 
 
 def run_state(view: View) -> RunState:
@@ -121,14 +130,17 @@ def node_role(view: View, member: Member) -> Role:
         return Role(name="gone", slot=slot, reason=f"{gone.how}: {gone.reason}")
     held, hold = view.quarantine_reason(member.node_id), view.hold(member.node_id)
     drained = hold is not None and hold.kind == "drain"
+    unfit = view.unfit_reason(member.node_id)
     if slot is not None:
-        reason = f"to be replaced when a standby is there ({held})" if drained else ""
+        why = held if drained else f"unhealthy: {unfit}" if unfit is not None else None
+        reason = f"to be replaced when a standby is there ({why})" if why is not None else ""
         return Role(name="active", slot=slot, reason=reason)
     if held is not None:
         return Role(name="drained" if drained else "quarantined", reason=held)
     if head is not None and member.node_id in head.dismissed and member not in view.standbys():
         return Role(name="dismissed", reason=head.dismissed[member.node_id])
-    return Role(name="standby" if head is not None else "joined")
+    reason = f"not used while it is unhealthy: {unfit}" if unfit is not None else ""
+    return Role(name="standby" if head is not None else "joined", reason=reason)
 
 
 def all_members(view: View) -> tuple[Member, ...]:

@@ -11,11 +11,19 @@ from lmres.cli.command import Command, Output
 from lmres.cli.heartbeats import Heartbeat, watch_heartbeats
 from lmres.cli.observer import Observer, Snapshot
 from lmres.cli.run_selection import RunSelection, add_run_options, select_run
-from lmres.cli.run_view import all_members, checkpointing, is_over, node_role, recovery_policy, run_state
+from lmres.cli.run_view import (
+    all_members,
+    checkpointing,
+    is_over,
+    is_watched,
+    node_role,
+    recovery_policy,
+    run_state,
+)
 from lmres.cli.text import clean, columns, size_text, table, wrap
 from lmres.rendezvous.codec import to_plain
 from lmres.rendezvous.plan import Plan
-from lmres.rendezvous.state import Member, Ready, RunConfig
+from lmres.rendezvous.state import Member, Ready, RunConfig, View
 
 MAX_INTERVAL_MS = 60_000
 MAX_LOCAL_WORLD_SIZE = 4096
@@ -47,6 +55,7 @@ def status_value(selection: RunSelection, snapshot: Snapshot, heartbeats: Mappin
         "standbys": roles["standby"],
         "stop_requested": stop.reason if stop is not None else None,
         "nodes": nodes,
+        "findings": _findings(snapshot.view, head),
         "not_covered": not_covered(config, roles["standby"]),
         "unreadable": unreadable(snapshot),
     }
@@ -100,11 +109,28 @@ def _node(
     }
 
 
+def _findings(view: View, head: Plan | None) -> list[dict[str, Any]]:
+    """What has been noticed in this generation and calls for no recovery."""
+    found = [e for e in view.evidence(head.generation) if e.reaction != "recover"] if head is not None else []
+    return [
+        {
+            "failure_class": e.cause.failure_class,
+            "node_id": e.cause.node_id,
+            "rank": e.cause.rank,
+            "detail": e.cause.headline(),
+            "reaction": e.reaction,
+        }
+        for e in found
+    ]
+
+
 def not_covered(config: RunConfig | None, standbys: int) -> list[str]:
     """What a failure costs all the same, in this version and with these settings."""
-    lines = [
-        "hangs, stragglers and silent corruption are not detected in this version",
-    ]
+    lines = []
+    if not is_watched(config):
+        lines.append("hangs, stragglers, silent corruption and sick hosts are not looked for (detection is off)")
+    elif not checkpointing(config).enabled:
+        lines.append("silent corruption is not looked for: the checks are made on the captured state")
     if config is not None and config.policy is None:
         lines.append("no policy was given: nothing is attached inside the workers, exceptions and steps are not seen")
     if not checkpointing(config).enabled:
@@ -141,9 +167,13 @@ def render_status(value: Mapping[str, Any], width: int) -> str:
         lines += wrap(f"to be stopped: {clean(value['stop_requested'])}", width=width, indent="  ")
     lines += ["", *_summary(value, width), ""]
     lines += _node_lines(value, width)
-    lines += ["", "not covered"]
-    for text in value["not_covered"]:
-        lines += wrap(text, width=width, indent="- ", hanging="  ")
+    for title, texts in (
+        ("noticed", [f"{f['failure_class']}: {f['detail']}" for f in value["findings"]]),
+        ("not covered", value["not_covered"]),
+    ):
+        lines += ["", title] if texts else []
+        for text in texts:
+            lines += wrap(clean(text, 500), width=width, indent="- ", hanging="  ")
     return "\n".join(lines + unreadable_lines(value["unreadable"], width))
 
 
@@ -199,11 +229,12 @@ def _state_lines(nodes: list[dict[str, Any]], width: int) -> list[str]:
     kept = [(n["node_id"], n["state"]) for n in nodes if n["state"] is not None]
     if not kept:
         return []
-    rows = [["STATE IN MEMORY", "SAFE STEP", "COPIES", "USED", "LIMIT", "DURABLE STEP"]]
+    rows = [["STATE IN MEMORY", "SAFE STEP", "VERIFIED", "COPIES", "USED", "LIMIT", "DURABLE STEP"]]
     rows += [
         [
             clean(node_id, 128),
             _step_text(state["safe_step"]),
+            _step_text(state["verified_step"]),
             f"{state['copies']} of {state['copies_wanted']}",
             size_text(state["memory_bytes"]),
             size_text(state["memory_limit_bytes"]),

@@ -46,7 +46,8 @@ class Print:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """One of ``parts`` parts of the model, computed at the boundary after ``step``. ``what``: only equal texts are
-    compared; it names module, shapes and the kind of machine. ``steady``: it came out the same twice."""
+    compared; it names module, shapes and the kind of machine; empty: it can not be computed here. ``steady``: it came
+    out the same twice."""
 
     step: int
     part: int
@@ -60,7 +61,7 @@ class Replayed:
 class Finding:
     """Equals that differ. ``groups``: their ranks by what they have, the largest first. ``ranks``: with ``again`` those
     that were wrong, with ``once`` those that were not steady. ``trusted``: the newest key this casts no doubt on, None
-    if there is none."""
+    if there is none; ``from_start``: then the generation began at step 0."""
 
     check: Check
     key: Key
@@ -68,6 +69,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     what: str = ""
     trusted: Key | None = None
+    from_start: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,8 @@ class Certifier:
         for rank, replayed in replays:
             if replayed.step > self._replayed_to:
                 self._replays.setdefault(replayed.step, {}).setdefault(rank, replayed)
-        self._compare_replays()
+        for step in sorted(self._replays)[:-_MAX_KEYS]:
+            del self._replays[step]
 
     @property
     def undecided(self) -> tuple[Key, dict[int, str]] | None:
@@ -227,29 +230,33 @@ class Certifier:
 
     # -- replay
 
-    def _compare_replays(self) -> None:
-        everybody = self._everybody
+    def _compare_replays(self, safe: Key) -> None:
+        """Up to the step to which states are known to be equal: else a flipped parameter would be taken for wrong
+        computing."""
         for step in sorted(self._replays):
             said = self._replays[step]
-            whole = self._all_told and everybody <= said.keys()
-            if not whole and len(self._replays) <= _MAX_REPLAYS:
+            whole = self._all_told and self._everybody <= said.keys()
+            if step > safe.step or (not whole and len(self._replays) <= _MAX_REPLAYS):
                 return  # who has not told may yet
             del self._replays[step]
             self._replayed_to = step
-            self._compare_replay(step, said, everybody)
+            self._compare_replay(step, said)
 
-    def _compare_replay(self, step: int, said: Mapping[int, Replayed], everybody: frozenset[int]) -> None:
-        by_what: dict[str, list[int]] = {}
-        for rank in sorted(said):
-            by_what.setdefault(said[rank].what, []).append(rank)
+    def _compare_replay(self, step: int, said: Mapping[int, Replayed]) -> None:
+        """Only ranks whose states are equal are compared. A part that nobody can compute passes."""
+        able = frozenset(rank for rank in said if said[rank].what)
+        by_what: dict[tuple[int, str], list[int]] = {}
+        for number, known in enumerate(self._classes or ()):
+            for rank in sorted(known & able):
+                by_what.setdefault((number, said[rank].what), []).append(rank)
         equals = [ranks for ranks in by_what.values() if len(ranks) > 1]
         covered = frozenset(rank for ranks in equals for rank in ranks)
-        if not self._replay_told:
+        if not self._replay_told and able:
             self._replay_told = True
-            alone = tuple(sorted(everybody - covered))
+            alone = tuple(sorted(self._everybody - covered))
             self.told.append(Covered(check="replay", ranks=tuple(sorted(covered)), alone=alone))
         key = Key(step, self.origin)
-        well = bool(equals) and covered == everybody
+        well = covered == able
         for ranks in equals:
             unsteady = tuple(rank for rank in ranks if not said[rank].steady)
             groups = _groups({rank: said[rank].digest for rank in ranks if said[rank].steady})
@@ -271,7 +278,16 @@ class Certifier:
         trusted = max((k for k in self.kept if self._passed.get(one.part, -1) >= k.step), default=None)
         if trusted is None and self.certified:
             trusted = self.anchor
-        self.findings.append(Finding(check="replay", key=key, groups=groups, what=one.what, trusted=trusted))
+        self.findings.append(
+            Finding(
+                check="replay",
+                key=key,
+                groups=groups,
+                what=one.what,
+                trusted=trusted,
+                from_start=self.base is None,
+            )
+        )
 
     def _pass(self, step: int, one: Replayed) -> None:
         if one.parts != self._parts:
@@ -304,6 +320,8 @@ class Certifier:
                 self.anchor = None
         elif self.candidate is None and safe is not None and self._parts and safe not in self.differing:
             self.candidate = safe if self.anchor is None or safe > self.anchor else None
+        if safe is not None and not self._state_found:
+            self._compare_replays(safe)
         for key in [key for key in self._prints if safe is not None and key < safe and key != self.base]:
             del self._prints[key]
 

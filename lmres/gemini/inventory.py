@@ -40,6 +40,18 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """States newer than this step and origin, captured up to generation ``until``, may be wrong."""
+
+    step: int
+    origin: int
+    until: int
+
+    def covers(self, key: tuple[int, int]) -> bool:
+        return key > (self.step, self.origin) and key[1] <= self.until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """``digest``: xxh3_128 in lower-case hex, over ``length`` bytes."""
 

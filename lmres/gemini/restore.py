@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lmres.gemini.inventory import PART_NAMES, Copy, Holdings, Key, Trust
+from lmres.gemini.inventory import PART_NAMES, Copy, Doubt, Holdings, Key, Trust
 
 Source: TypeAlias = Literal["local", "replica", "peer", "durable"]
 _FARTHEST: dict[Source, int] = {"local": 0, "replica": 1, "peer": 2, "durable": 3}
@@ -60,10 +60,11 @@ def choose(
     topology: str,
     banned: frozenset[tuple[int, int]] = frozenset(),
     trusted: tuple[int, int] | None = None,
+    doubts: tuple[Doubt, ...] = (),
 ) -> Choice | Nothing:
     """``holdings``: of the live vaults, one per node, all fresh. ``slots``: the node of each slot of the new group.
 
-    ``trusted``: no newer key is restored; None: any may be.
+    ``trusted``: no newer key is restored; None: any may be. ``doubts``: of earlier generations.
     """
     stock = holdings if isinstance(holdings, Stock) else Stock.of(holdings)
     homes = {s * local_world_size + i: slots[s] for s in sorted(slots) for i in range(local_world_size)}
@@ -72,7 +73,7 @@ def choose(
         copies = [c for c in stock.copies[key] if c.topology == topology]
         if not copies:
             continue
-        why = _excluded(key, stock.copies[key], banned, trusted)
+        why = _excluded(key, stock.copies[key], banned, trusted, doubts)
         by_rank: dict[int, list[Copy]] = {}
         for c in copies:
             by_rank.setdefault(c.rank, []).append(c)
@@ -164,8 +165,14 @@ def _look(stock: Stock, copy: Copy, home: str) -> _Found:
     return _Found(source=max(sources, key=_FARTHEST.__getitem__), missing=tuple(missing), trust=copy.trust)
 
 
-def _excluded(key: Key, copies: list[Copy], banned: frozenset[tuple[int, int]], trusted: tuple[int, int] | None) -> str:
-    if trusted is not None and key > trusted:
+def _excluded(
+    key: Key,
+    copies: list[Copy],
+    banned: frozenset[tuple[int, int]],
+    trusted: tuple[int, int] | None,
+    doubts: tuple[Doubt, ...],
+) -> str:
+    if (trusted is not None and key > trusted) or any(d.covers(key) for d in doubts):
         return "is newer than what is trusted"
     if key in banned:
         return "is banned, because it led to a failure before"

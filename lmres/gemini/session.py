@@ -322,9 +322,9 @@ def prints_from_plain(body: object) -> dict[Key, dict[int, Print]]:
     try:
         for key, by_rank in body:  # type: ignore[attr-defined]
             said = found.setdefault(Key(*_counts(key)), {})
-            for rank, layout, digest, finite in by_rank:
-                (rank,), (layout, digest) = _counts([rank]), _texts([layout, digest])
-                said[rank] = Print(layout=layout, digest=digest, finite=finite is True)
+            for rank, *texts, finite in by_rank:
+                layout, digest = _texts(texts)
+                said[_counts([rank])[0]] = Print(layout=layout, digest=digest, finite=finite is True)
     except (TypeError, ValueError) as error:
         raise RecordError(f"expected prints of images, found {body!r:.80}") from error
     return found

@@ -36,13 +36,14 @@ from lmres.rendezvous.ledger import Displaced, Ledger, StoreReset
 from lmres.rendezvous.looking import LOOK_MS, alarmed, is_told, localized, unseen, witness
 from lmres.rendezvous.notes import fault_note, gone_cause, look_note, plan_note, unfit_note
 from lmres.rendezvous.parting import Partings, Witness
+from lmres.rendezvous.pausing import allowed_ms, target
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.resume import TELL_MS
 from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Requests, Settings, Standing
 from lmres.rendezvous.state import Done, Formed, Health, Member, Ready, View
 from lmres.scout.sighting import Sighting
 
-BRIEF_MS = 40
+BRIEF_MS = 20
 """After a clear cause: what failed together on several nodes, or on one, is then one decision in most cases."""
 KEPT_GENERATIONS = 32
 """Evidence and reports of so many generations stay in the store, for ``lmres incidents``."""
@@ -78,8 +79,11 @@ class Agent:
     _waiting_ms: int | None = None
     _untold_ms: dict[str, int] = field(default_factory=dict)
     _freeze: int | None = None
+    _asked_freeze: int | None = None
     _look: int | None = None
     _looking_ms: int | None = None
+    _pause: int | None = None
+    _pausing_ms: int | None = None
     _alert: bool = False
     _due_ms: int | None = None
     _notes: list[Note] = field(default_factory=list)
@@ -116,7 +120,7 @@ class Agent:
 
     def round(self, inputs: Inputs) -> Generator[Txn, TxnResult, Outcome]:
         """One round. May be abandoned between any two requests; the next one starts from what was confirmed."""
-        self._due_ms = self._freeze = self._look = None
+        self._due_ms = self._freeze = self._look = self._pause = None
         self._alert = False
         if self._started_ms is None:
             self._started_ms = inputs.now_ms
@@ -148,6 +152,7 @@ class Agent:
             yield from self._tell_holdings(inputs)
             yield from self._tell_health(inputs)
             yield from self._tell_sighting(inputs)
+            yield from self._tell_paused(inputs)
             yield from self._decide(inputs)
             self._follow(inputs)
             self._tell()
@@ -197,12 +202,16 @@ class Agent:
             self._sent_recovered += 1
 
     def _tell_holdings(self, inputs: Inputs) -> Requests:
-        """What the vault held when it was frozen in this generation. Anew if that was said before the group formed.
+        """What the vault held when it was frozen in this generation. Anew if that was said before the group formed, and
+        is still asked for: it must not be taken for what workers have captured since.
 
         Who comes while a generation runs says only where its vault is, so that copies can be kept there.
         """
         generation, held = self._generation(), inputs.holdings
-        if held is None or not self.settings.checkpointing.enabled:
+        if not self.settings.checkpointing.enabled:
+            return
+        if held is None:
+            yield from self._take_back_holdings(inputs, generation)
             return
         key, formed = self.keys.holdings(self.me.node_id), self.keys.formed(generation)
         record = replace(held, node_id=self.me.node_id, incarnation=self.me.incarnation)
@@ -214,7 +223,18 @@ class Agent:
             return
         if self.view.holds(key, record) and self.view.mod_revision(key) > self.view.mod_revision(formed):
             return
+        if self.view.mod_revision(formed) and self._asked_freeze != generation:
+            return
         yield from self.ledger.write(Put(key=key, value=encode(record)), compares=(self.ledger.unchanged(formed),))
+
+    def _take_back_holdings(self, inputs: Inputs, generation: int) -> Requests:
+        """What was said in this generation before its workers were started here counts no more."""
+        said = self.view.holdings().get(self.me.node_id)
+        if said is None or said[1].incarnation != self.me.incarnation or said[1].generation != generation:
+            return
+        if generation and inputs.workers_generation == generation:
+            key = self.keys.holdings(self.me.node_id)
+            yield from self.ledger.write(Put(key=key, value=encode(replace(said[1], generation=0, copies=()))))
 
     def _tell_health(self, inputs: Inputs) -> Requests:
         health = inputs.health
@@ -236,6 +256,15 @@ class Agent:
         record = replace(seen, node_id=self.me.node_id, incarnation=self.me.incarnation)
         said = self.view.get(key, Sighting)
         if said is None or said.incarnation != record.incarnation or said.number < record.number:
+            yield from self.ledger.write(Put(key=key, value=encode(record)))
+
+    def _tell_paused(self, inputs: Inputs) -> Requests:
+        paused = inputs.paused
+        if paused is None or self._slot() is None or paused.generation != self._generation():
+            return
+        key = self.keys.paused(paused.generation, self.me.node_id)
+        record = replace(paused, node_id=self.me.node_id, incarnation=self.me.incarnation)
+        if not self.view.holds(key, record):
             yield from self.ledger.write(Put(key=key, value=encode(record)))
 
     def _declare_lost(self, inputs: Inputs) -> Requests:
@@ -308,6 +337,7 @@ class Agent:
         )
         self._mark_freeze(decision)
         self._mark_look(decision, inputs)
+        self._mark_pause(decision, inputs)
         if self.ledger.observer_index() is None:
             return
         match decision:
@@ -332,6 +362,7 @@ class Agent:
             case Finish():
                 wanted = False
         self._freeze = self._generation() if wanted and self.settings.checkpointing.enabled else None
+        self._asked_freeze = self._freeze
 
     def _mark_look(self, decision: Decision, inputs: Inputs) -> None:
         """Everybody that is asked looks, also those that do not decide."""
@@ -341,6 +372,23 @@ class Agent:
         elif self._looking_ms is None:
             self._looking_ms = self.ledger.leases.attended_ms(inputs.now_ms)
         self._look = self._generation() if self.me.node_id in asked else None
+
+    def _mark_pause(self, decision: Decision, inputs: Inputs) -> None:
+        head = self.view.head()
+        wanted = not isinstance(decision, Finish) and decision.pause
+        if not wanted or head is None:
+            self._pausing_ms = None
+        elif self._pausing_ms is None:
+            self._pausing_ms = self.ledger.leases.attended_ms(inputs.now_ms)
+        self._pause = target(self.view, head) if wanted and head is not None else None
+
+    def _unpaused(self, attended_ms: int, generation_ms: int) -> bool:
+        """Whether workers have had long enough to stand still."""
+        head = self.view.head()
+        if head is None or self._pausing_ms is None:
+            return False
+        newest = max((self.ledger.leases.step(n.node_id) or 0 for n in head.active), default=0)
+        return attended_ms - self._pausing_ms >= allowed_ms(generation_ms, newest - head.recovery_step)
 
     def _generation(self) -> int:
         head = self.view.head()
@@ -354,18 +402,19 @@ class Agent:
         generation = self._generation()
         if self._head_seen[0] != generation:
             self._head_seen = (generation, self.ledger.leases.attended_ms(now_ms))
-            self._waiting_ms = None
+            self._waiting_ms = self._pausing_ms = None
             self._untold_ms.clear()
         if self._formed_seen[0] != generation and self.view.formed(generation) is not None:
             self._formed_seen = (generation, now_ms)
 
     def _mark_evidence(self, now_ms: int) -> None:
-        """Remembers when this agent first saw evidence of this generation together with the leases.
+        """Remembers when this agent first saw evidence of a failure of this generation together with the leases.
 
         Evidence that is read later in a round may be younger than a heartbeat that the next round finds.
         """
         generation = self._generation()
-        if self._evidence_seen[0] != generation and self.view.evidence(generation):
+        failed = any(e.reaction == "recover" for e in self.view.evidence(generation))
+        if self._evidence_seen[0] != generation and failed:
             self._evidence_seen = (generation, now_ms)
 
     def _unconfirmed(self) -> frozenset[str]:
@@ -381,12 +430,14 @@ class Agent:
         formed = self._formed_seen[0] == generation and generation > 0
         attended_ms = leases.attended_ms(now_ms)
         waited = attended_ms - self._waiting_ms if self._waiting_ms is not None else 0
+        generation_ms = now_ms - self._formed_seen[1] if formed else 0
         return Observed(
             unconfirmed=self._unconfirmed(),
             late=self._late(attended_ms),
             silent=frozenset(m.node_id for m in self.ledger.watched() if leases.is_silent(m.node_id, now_ms)),
-            generation_ms=now_ms - self._formed_seen[1] if formed else 0,
+            generation_ms=generation_ms,
             wait_over=waited >= self.settings.join_timeout_ms,
+            unpaused=self._unpaused(attended_ms, generation_ms),
             unlooked=self._looking_ms is not None and attended_ms - self._looking_ms >= LOOK_MS,
             overdue=frozenset(m.node_id for m in self.view.live_members() if self._is_overdue(m, attended_ms)),
         )
@@ -485,7 +536,7 @@ class Agent:
             return
         for plan in self.view.plans_after(self._told_generation):
             self._tell_faults(plan.from_generation)
-            if plan.cause is not None and plan.cause.rank is None:
+            if plan.cause is not None and plan.cause.rank is None and plan.cause.incarnation:
                 note = fault_note(plan.cause, "primary", "", plan.from_generation)
                 self._once(f"gone {plan.cause.incarnation}", note)
             self._notes.append(plan_note(plan))
@@ -549,6 +600,7 @@ class Agent:
             alert=self._alert,
             freeze=self._freeze if self.end is None else None,
             look=self._look if self.end is None else None,
+            pause=self._pause if self.end is None else None,
             end=self.end,
             notes=notes,
         )

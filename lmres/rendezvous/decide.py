@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 from lmres.errors import ExitCode
 from lmres.policy import Recovery
-from lmres.rendezvous import blame, looking
+from lmres.rendezvous import blame, looking, pausing
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.plan import (
     Action,
@@ -47,7 +47,7 @@ class Observed:
     not over. ``late``: active nodes that did not become ready in time. ``generation_ms``: how long the newest
     generation has lasted. ``wait_over``: the wait for a standby has lasted longer than allowed. ``overdue``: members
     that have had long enough to tell what state they hold, and have not. ``unlooked``: the time to tell what workers
-    are doing is over.
+    are doing is over. ``unpaused``: the time for workers to stand still is over.
     """
 
     unconfirmed: frozenset[str] = frozenset()
@@ -57,13 +57,15 @@ class Observed:
     wait_over: bool = False
     overdue: frozenset[str] = frozenset()
     unlooked: bool = False
+    unpaused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """``freeze``: a plan is coming, so vaults must say what they hold. ``untold``: those that have not done so.
 
-    ``unseen``: those that have not yet said what their workers are doing.
+    ``unseen``: those that have not yet said what their workers are doing. ``pause``: workers must stand still at
+    ``pausing.target``.
     """
 
     reason: str
@@ -71,12 +73,16 @@ class Wait:
     freeze: bool = False
     untold: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    pause: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
+    """``pause``: until it is written, workers stand still."""
+
     plan: Plan
     settle: Settle
+    pause: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,16 +323,21 @@ def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
         return Wait(reason=f"{wanted.reason}; training goes on until a standby joins", for_standby=False)
     if hard:
         return _no_standby(head, rules, case, hard)
+    pause = case.first is None and rules.checkpointing.enabled and pausing.is_possible(view, head)
+    moving = pausing.moving(view, head) if pause else ()
+    if moving and not rules.observed.unpaused:
+        reason = f"{filled[0].reason}; workers are to stand still at one step first, not yet those of"
+        return Wait(reason=f"{reason} {', '.join(moving)}", pause=True)
     used = {n.node_id for n in head.active} | {m.node_id for m in chosen.values()}
     waits = rules.wait_for_holdings(head, rules.observed.silent - used)
     if waits is not None:
-        return waits
+        return replace(waits, pause=pause)
     active = tuple(_slot(n.slot, chosen[n.slot]) if n.slot in chosen else n for n in head.active)
     state = case.state if active == head.active else rules.resume(head, active)
     if state is not None and state.lost:
         return rules.wait_for_holdings(head) or _state_lost(head, case, state)
     plan = _plan(view, head, case, active, chosen, filled, unfilled)
-    return Commit(plan=_named(_resumed(plan, state)), settle=_settle(view, case, filled, chosen))
+    return Commit(plan=_named(_resumed(plan, state)), settle=_settle(view, case, filled, chosen), pause=pause)
 
 
 def _resumed(plan: Plan, state: Resume | None) -> Plan:
@@ -340,6 +351,7 @@ def _resumed(plan: Plan, state: Resume | None) -> Plan:
         recovery_source=state.source,
         trust=state.trust,
         origin=state.origin,
+        doubts=state.doubts,
         reason=plan.reason + state.words,
     )
 

@@ -176,7 +176,7 @@ class Ledger:
 
     def prune(self, generation: int) -> Requests:
         """Drops the details of a generation long past; its plan stays."""
-        kinds = ("evidence", "sighting", "ready", "done", "recovered")
+        kinds = ("evidence", "sighting", "paused", "ready", "done", "recovered")
         prefixes = tuple(f"{self.keys.reg}{kind}/{generation:08d}/" for kind in kinds)
         yield Txn(compares=(self._registration(),), success=tuple(DeletePrefix(prefix=p) for p in prefixes))
         self.view.drop(prefixes)

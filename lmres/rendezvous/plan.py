@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from lmres.gemini.inventory import Doubt
 from lmres.scout.localize import Suspect
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -108,6 +109,7 @@ class Plan:
     All ranks restore the image of ``recovery_step`` and ``recovery_origin`` (0, 0: none), each slot from its
     ``recovery_source``. Images captured now bear ``origin``. It rises with the generation, and is higher than that
     where images of an earlier run with this id were found, so that the two can never be taken for each other.
+    ``doubts``: which states must not be restored by this plan or a later one; files of them may still be there.
     """
 
     plan_id: str
@@ -132,6 +134,7 @@ class Plan:
     run_ms: int = 0
     origin: int = 0
     exit_code: int | None = None
+    doubts: tuple[Doubt, ...] = ()
 
     def __post_init__(self) -> None:
         slots = [s.slot for s in self.active]

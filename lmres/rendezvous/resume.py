@@ -12,9 +12,9 @@ The wait is bounded: a member that is silent runs into its lease; one that beats
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lmres.gemini.inventory import Holdings, topology_text
+from lmres.gemini.inventory import Doubt, Holdings, topology_text
 from lmres.gemini.restore import Choice, Nothing, Stock, choose
 from lmres.policy import Policy
 from lmres.rendezvous.plan import ActiveNode, Plan
@@ -55,6 +55,7 @@ class Resume:
     words: str
     lost: bool = False
     refused: bool = False
+    doubts: tuple[Doubt, ...] = ()
 
 
 def told(view: View, generation: int) -> tuple[Holdings, ...]:
@@ -98,6 +99,17 @@ def newest_trusted(view: View, head: Plan) -> tuple[int, int] | None:
     return min(told, default=None)
 
 
+def doubts_of(head: Plan | None, trusted: tuple[int, int] | None) -> tuple[Doubt, ...]:
+    """Those of the newest plan, and what is doubted now: files of such states outlive the plan that passes them over.
+
+    ``trusted``: the newest state of this generation that may be restored.
+    """
+    if head is None or trusted is None:
+        return head.doubts if head is not None else ()
+    mine = Doubt(step=trusted[0], origin=trusted[1], until=head.origin)
+    return (*(d for d in head.doubts if (d.step, d.origin) < trusted), mine)
+
+
 def resume(
     view: View,
     config: RunConfig,
@@ -110,7 +122,7 @@ def resume(
     """From what has been told so far. ``trusted``: the newest state that may be restored, None for any; (0, 0): none
     may, and the run begins again."""
     slots = {n.slot: n.node_id for n in active}
-    held = known.held
+    held, doubts = known.held, doubts_of(head, trusted)
     newest = max((key.origin for key in known.stock.copies), default=0)
     origin = 1 + max(newest, head.origin if head is not None else 0)
     found = choose(
@@ -120,6 +132,7 @@ def resume(
         topology=topology_text(nodes=len(slots), local_world_size=config.local_world_size),
         banned=frozenset((b.step, b.origin) for b in view.banned()),
         trusted=trusted,
+        doubts=doubts,
     )
     silence = _without(view, held)
     match found:
@@ -131,9 +144,13 @@ def resume(
                 trust=found.trust,
                 origin=origin,
                 words=f"; resumes at {found.reason}{silence}",
+                doubts=doubts,
             )
         case Nothing():
-            return _from_nothing(found, head, slots, origin, silence, from_zero=trusted == (0, 0))
+            began_again = head is not None and not head.recovery_step and bool(known.stock.copies)
+            none_left = began_again and all(any(d.covers(key) for d in doubts) for key in known.stock.copies)
+            from_zero = trusted == (0, 0) or none_left
+            return replace(_from_nothing(found, head, slots, origin, silence, from_zero=from_zero), doubts=doubts)
 
 
 def _from_nothing(

@@ -12,7 +12,7 @@ from lmres.policy import Recovery
 from lmres.ports import Txn, TxnResult
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.resume import Checkpointing
-from lmres.rendezvous.state import Banned, Evidence, Formed, Health, Keeping, Member, Recovered, RunConfig
+from lmres.rendezvous.state import Banned, Evidence, Formed, Health, Keeping, Member, Paused, Recovered, RunConfig
 from lmres.scout.sighting import Pace, Sighting
 
 Requests: TypeAlias = Generator[Txn, TxnResult, None]
@@ -64,7 +64,8 @@ class Inputs:
     the vault holds, frozen in the generation that ``Outcome.freeze`` asked for; forgotten when workers of that
     generation are started. ``banned``: all states found bad here so far. ``broken``: the members to which
     connections are broken now. ``sighting``: the newest one of the workers here, None if there was no cause to look.
-    ``health``: what the host's checks say, None while they have not. ``paces``: of the local ranks.
+    ``health``: what the host's checks say, None while they have not. ``paces``: of the local ranks. ``paused``: where
+    the workers here stand still, as asked; None if they were not.
     """
 
     now_ms: int
@@ -84,6 +85,7 @@ class Inputs:
     sighting: Sighting | None = None
     health: Health | None = None
     paces: tuple[Pace, ...] = ()
+    paused: Paused | None = None
     leave: Leave | None = None
 
 
@@ -113,7 +115,8 @@ class Outcome:
     while the round was on its way, are not meant. ``alert``: ``waiting_for`` is something a person should know.
     ``freeze``: a plan is coming, so what the vault holds in this generation must be told: it is frozen, if workers of
     the generation were started here, for as long as the generation lasts. ``look``: somebody has raised an alarm in
-    this generation, so what the workers here are doing must be told.
+    this generation, so what the workers here are doing must be told. ``pause``: the step at whose boundary the workers
+    here must stand still, 1 for the next one; None: they go on.
     """
 
     standing: Standing
@@ -128,5 +131,6 @@ class Outcome:
     alert: bool = False
     freeze: int | None = None
     look: int | None = None
+    pause: int | None = None
     end: End | None = None
     notes: tuple[Note, ...] = ()

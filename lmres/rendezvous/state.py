@@ -14,6 +14,7 @@ Parted      the witness             its connections to an incarnation broke, or 
 Hold        the operator            drain or readmit a node; the latest one counts
 Evidence    the witness             what was seen to fail in a generation
 Sighting    its agent               what its workers were doing, after an alarm (``lmres.scout.sighting``)
+Paused      its agent               where its workers stand still, or how far they may come (``pausing.py``)
 Health      its agent               whether its host is fit for training; written when that changes
 Plan        one agent, once         the only plan of its generation; never changes (``plan.py``)
 Ready       its agent               its old workers are gone, it waits for the plan's group
@@ -202,6 +203,19 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paused:
+    """``reach``: the step that no worker here passes without standing still. ``step``: at whose boundary all of them
+    stand, their states captured; None while they do not. ``problem``: why they can not."""
+
+    generation: int
+    node_id: str
+    incarnation: str
+    reach: int
+    step: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """``restarts_left`` is torch's budget on this agent, None when unknown."""
 
@@ -278,6 +292,7 @@ _SECTIONS: dict[str, type] = {
     "evidence": Evidence,
     "sighting": Sighting,
     "health": Health,
+    "paused": Paused,
     "plan": Plan,
     "ready": Ready,
     "formed": Formed,
@@ -369,6 +384,8 @@ class View:
                 return key == self.keys.banned(record.step, record.origin)
             case Sighting():
                 return key == self.keys.sighting(record.generation, record.node_id)
+            case Paused():
+                return key == self.keys.paused(record.generation, record.node_id)
             case Health():
                 return key == self.keys.health(record.node_id)
             case Evidence():
@@ -484,6 +501,11 @@ class View:
         """Of this generation, by node id."""
         prefix = f"{self.keys.reg}sighting/{generation:08d}/"
         return {s.node_id: s for _, s in self.under(prefix, Sighting) if s.generation == generation}
+
+    def paused(self, generation: int) -> dict[str, Paused]:
+        """Of this generation, by node id."""
+        prefix = f"{self.keys.reg}paused/{generation:08d}/"
+        return {p.node_id: p for _, p in self.under(prefix, Paused) if p.generation == generation}
 
     def unfit_reason(self, node_id: str) -> str | None:
         """Why the host of the node's newest incarnation is unfit, as its own agent says; None if it is fit."""

@@ -4,7 +4,7 @@ Quiet: nothing has been noted on its page (its ``event_count`` stands still). Ho
 
 - A fixed time (``hang_timeout_s``) counts as it is, but until the first step of a generation (imports, compilation, the
   first contact of all ranks) it is at least ten minutes and three times the setting. A process that is visibly stopped
-  is compiling nothing: for it the setting counts then too.
+  is compiling nothing: for it the setting counts then too. The same while the interpreter is on its way out.
 - ``auto``: ten times the longest pause that was seen in this run between two events after the first step, from one
   minute to half an hour; at least ten minutes until the first step and while checkpoints are read or written. The
   longest pause outlives generations, since a program is the same program after a restart.
@@ -49,10 +49,10 @@ def timeout_ms(
     """How long this worker may be quiet. ``started``: it has completed a step in its generation."""
     if setting_s == "auto":
         usual_ms = min(max(AUTO_FACTOR * history.longest_ms, AUTO_LEAST_MS), AUTO_MOST_MS)
-        slow = not started or phase in ("start", "checkpoint_io")
+        slow = not started or phase in ("start", "checkpoint_io", "end")
         return max(usual_ms, SLOW_LEAST_MS) if slow else usual_ms
     fixed_ms = max(1, round(setting_s * 1000))
-    if not started and not stopped:
+    if (not started or phase == "end") and not stopped:
         return max(SLOW_LEAST_MS, START_FACTOR * fixed_ms)
     return fixed_ms
 
@@ -65,7 +65,6 @@ class Quiet:
     """
 
     quiet_ms: int = 0
-    longest_ms: int = 0
     _count: int | None = None
     _at_ms: int = 0
 

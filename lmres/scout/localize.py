@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lmres.scout.scene import (
-    DOING,
+    DOING_ALL,
     MAX_NAMED,
     STATES,
     Group,
@@ -186,14 +186,25 @@ def _desync_of(scene: Scene, group: Group, number: int, here: Mapping[int, OpMar
 
 
 def _shift(group: Group, odd: int, usual: int, number: int) -> str:
-    """Whether the odd rank's operations from here on are the others', one later or one earlier."""
+    """Whether the odd rank's operations from here on are the others', one later or one earlier.
+
+    Where the others wait in this one, so that none follows yet, what followed it the last time tells.
+    """
     mine = {m.number: _kind(m) for m in group.sights[odd].recent if m.number >= number}
-    theirs = {m.number: m for m in group.sights[usual].recent if m.number >= number}
+    theirs = {m.number: m for m in group.sights[usual].recent if m.number > 0}
     kinds = {n: _kind(m) for n, m in theirs.items()}
-    for offset, words in ((1, "left out"), (-1, "made one operation too many before")):
-        pairs = [(kind, kinds[n + offset]) for n, kind in mine.items() if n + offset in kinds]
-        if pairs and all(a == b for a, b in pairs) and number in theirs:
-            return f"; it seems that rank {odd} has {words} {op_words(theirs[number])}"
+    if number not in theirs or number not in mine:
+        return ""
+    left_out = f"; it seems that rank {odd} has left out {op_words(theirs[number])}"
+    later = [(kind, kinds[n + 1]) for n, kind in mine.items() if n + 1 in kinds]
+    if later and all(a == b for a, b in later):
+        return left_out
+    if not later:
+        before = [n for n in sorted(kinds) if n + 1 < number and kinds[n] == kinds[number] and n + 1 in kinds]
+        return left_out if before and kinds[before[-1] + 1] == mine[number] else ""
+    earlier = [(kind, kinds[n - 1]) for n, kind in mine.items() if n > number and n - 1 in kinds]
+    if earlier and all(a == b for a, b in earlier):
+        return f"; it seems that rank {odd} has made one operation too many before {op_words(theirs[number])}"
     return ""
 
 
@@ -324,10 +335,8 @@ def _by_quiet(scene: Scene) -> Localized:
         return _hang("inconclusive", outside, f"ranks {numbers(inside)} wait in a collective; {'; '.join(words)}")
     phases = sorted({r.sight.phase for r in quiet})
     if len(phases) == 1:
-        doing = DOING[phases[0]].replace("is in", "are in").replace("has ", "have ").replace("its", "their")
-        doing = doing.replace("waits", "wait").replace("reads or writes", "read or write")
         where = next((f", at {place(r.sight.stack)}" for r in quiet if r.sight.stack), "")
-        all_of = f"ranks {numbers(r.number for r in quiet)} all {doing}{where}{_even(scene)}"
+        all_of = f"ranks {numbers(r.number for r in quiet)} all {DOING_ALL[phases[0]]}{where}{_even(scene)}"
         return _hang("inconclusive", [], f"{all_of}; {quiet_words(scene)}")
     words = [f"{r.named}: {activity(r)}" for r in quiet[:MAX_NAMED]]
     return _hang("inconclusive", [], "; ".join([f"no progress, {quiet_words(scene)}", *words]))

@@ -19,6 +19,18 @@ DOING: dict[str, str] = {
     "collective": "waits in a collective",
     "loader": "waits for its data loader",
     "checkpoint_io": "reads or writes a checkpoint",
+    "end": "is on its way out of the interpreter",
+}
+DOING_ALL: dict[str, str] = {
+    "start": "have not made their first step yet",
+    "user": "are in the program's own code",
+    "forward": "are in forward",
+    "backward": "are in backward",
+    "optimizer": "are in the optimizer's step",
+    "collective": "wait in a collective",
+    "loader": "wait for their data loader",
+    "checkpoint_io": "read or write a checkpoint",
+    "end": "are on their way out of the interpreter",
 }
 STATES = {
     "T": "it is stopped (SIGSTOP)",

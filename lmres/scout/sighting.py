@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["start", "user", "forward", "backward", "optimizer", "collective", "loader", "checkpoint_io"]
+Phase = Literal["start", "user", "forward", "backward", "optimizer", "collective", "loader", "checkpoint_io", "end"]
 PHASES: tuple[Phase, ...] = (
     "start",
     "user",
@@ -19,6 +19,7 @@ PHASES: tuple[Phase, ...] = (
     "collective",
     "loader",
     "checkpoint_io",
+    "end",
 )
 
 MAX_RECENT = 16

@@ -14,8 +14,8 @@ time that is neither waiting for others nor writing files, divided into computin
    can not be told apart, and the rank is named.
 
 A slow connection is not judged: in a ring or a tree all ranks wait equally for the slowest link, so that none stands
-out, and a longer wait of all may as well be the program (another phase of training). ``Pace`` counts from the start of a
-generation; a count that goes back starts the windows anew.
+out, and a longer wait of all may as well be the program (another phase of training). ``Pace`` counts from the start of
+a generation; a count that goes back starts the windows anew.
 """
 
 from __future__ import annotations
@@ -139,18 +139,13 @@ class StragglerJudge:
         tracks = [self._tracks[r] for r in ranks]
         work, usual = median(t.work_us for t in tracks), median(t.usual_us for t in tracks)
         cause = tracks[0].cause
-        who = f"rank {rank} on {node_id}" if rank is not None else f"all {len(ranks)} ranks of node {node_id}"
+        who = f"rank {rank} on {node_id}" if rank is not None else f"each of the {len(ranks)} ranks of node {node_id}"
         times = f", {work / usual:.1f} times as long" if usual > 0 else ""
-        what = "to get its data" if cause == "input" else "to compute"
+        what = "waiting for its data" if cause == "input" else "computing"
         detail = (
-            f"{who} needs {work / 1000:.1f} ms a step, not counting the wait for others, who need {usual / 1000:.1f} ms"
-            f"{times}, in {min(t.streak for t in tracks)} windows in a row: it takes longer {what}"
+            f"{who} works {work / 1000:.1f} ms a step, the others {usual / 1000:.1f} ms{times}, "
+            f"in {min(t.streak for t in tracks)} windows in a row: it spends more on {what}"
         )
-        if rank is None:
-            detail = detail.replace("needs", "need", 1).replace(
-                "it takes longer to get its", "they take longer to get their"
-            )
-            detail = detail.replace("it takes longer", "they take longer")
         return Slow(node_id=node_id, rank=rank, cause=cause, work_us=round(work), usual_us=round(usual), detail=detail)
 
 

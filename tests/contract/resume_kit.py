@@ -9,7 +9,9 @@ with what the program had written by then), or resumed from such a step. The vau
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import itertools
 import json
 import os
 import runpy
@@ -284,8 +286,6 @@ def _life_of_rank(job: dict[str, Any], rank: int, port: int) -> int:
             attachment.settle()
         traceback.print_exc()
         code = 3
-    import atexit
-
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -326,7 +326,12 @@ def _attach(job: dict[str, Any], rank: int) -> Any:
         overhead_budget=0.01,
         topology="",
     )
+    watched = os.environ.pop("KIT_WATCHED", "")
+    if watched == "first":
+        _watch(torch, note("watch"))
     attachment = build(torch, settings, vault, restored, report, lambda step: None)
+    if watched == "second":
+        _watch(torch, note("watch"))
 
     def fail(error: Exception) -> None:
         note("failure")(str(error))
@@ -334,6 +339,19 @@ def _attach(job: dict[str, Any], rank: int) -> Any:
 
     attachment.engine.on_failure = fail
     return attachment
+
+
+def _watch(torch: Any, note: Callable[..., None]) -> None:
+    """As a worker is watched, under or over what ``_attach`` puts in place."""
+    from lmres.adapters.bootstrap.page import PAGE_BYTES
+    from lmres.adapters.watch import variable_text
+    from lmres.adapters.watch.install import build
+
+    session = SimpleNamespace(
+        page=bytearray(PAGE_BYTES), events=itertools.count(1), send=lambda line: note(json.loads(line)), watch=None
+    )
+    build(torch, variable_text(stacks_signal=0), session)  # type: ignore[arg-type]
+    atexit.register(lambda: note({"marks": next(session.events), "left": session.watch.codes}))
 
 
 class FileVault:

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from lmres.adapters.bootstrap import ONPATH, bootstrap_env, session
-from lmres.rendezvous.edge.workers import progress
+from lmres.adapters.bootstrap import ONPATH, bootstrap_env
 from lmres.rendezvous.edge.workers.process import WorkerProcess
 from tests.contract.workers_kit import BOUND_S, Watched, read_when_there, until
 
@@ -59,19 +58,6 @@ def workers(tmp_path: Path) -> Iterator[Attached]:
     made = Attached(tmp_path)
     yield made
     made.close()
-
-
-def test_both_sides_have_the_same_page() -> None:
-    assert (session.PAGE_MAGIC, session.PAGE_VERSION, session.PAGE_BYTES) == (
-        progress.MAGIC,
-        progress.VERSION,
-        progress.PAGE_BYTES,
-    )
-    page = bytearray(progress.PAGE_BYTES)
-    session.HEAD.pack_into(page, 0, session.PAGE_MAGIC, session.PAGE_VERSION, 3)
-    session.COUNTERS.pack_into(page, session.COUNTERS_AT, 4, 5)
-    session.FIRST.pack_into(page, session.FIRST_AT, 6)
-    assert progress.LAYOUT.unpack_from(page) == (progress.MAGIC, progress.VERSION, 3, 4, 5, 6)
 
 
 def test_the_users_path_is_kept() -> None:

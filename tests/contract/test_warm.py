@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from lmres.adapters.bootstrap import bootstrap_env
+from lmres.adapters.watch import VARIABLE as WATCH
+from lmres.adapters.watch import variable_text
 from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.edge.workers.stop import stop_workers
 from lmres.rendezvous.edge.workers.warm import FIRST_GUESS, WarmPool, names_of_report
@@ -613,15 +615,17 @@ TRAIN = """
 """
 
 
-def test_training_is_bitwise_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("watched", [False, True])
+def test_training_is_bitwise_the_same(tmp_path: Path, watched: bool) -> None:
     pair = Pair(tmp_path, modules=FIRST_GUESS)
     try:
         script = pair.write("main.py", TRAIN)
-        cold, warm = pair.both(script)
+        cold, warm = pair.both(script, env={WATCH: variable_text()} if watched else None)
         assert cold.status == 0, cold.err
         assert warm.out == cold.out
         assert warm == cold
         assert "first_step" in warm.reports
+        assert ("watch" in warm.reports) == watched
     finally:
         pair.close()
 

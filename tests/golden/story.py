@@ -26,6 +26,7 @@ from lmres.rendezvous.state import (
     Health,
     Hold,
     Member,
+    Paused,
     Ready,
     RunConfig,
     StopRequest,
@@ -274,6 +275,22 @@ class Story:
         record = Health(node_id=node, incarnation=self.incarnation(node), fit=not reason, reason=reason)
         self.put(self.keys.health(node), record)
         self.lines.append(f"health: {node} is {f'unfit: {reason}' if reason else 'fit'}")
+        return self
+
+    def stands(self, node: str, step: int | None = None, *, reach: int = 0, problem: str = "") -> Story:
+        """Its workers stand still at this step, or come no further than ``reach`` without standing still."""
+        generation = self.head().generation
+        record = Paused(
+            generation=generation,
+            node_id=node,
+            incarnation=self.incarnation(node),
+            reach=reach or step or 0,
+            step=step,
+            problem=problem,
+        )
+        self.put(self.keys.paused(generation, node), record)
+        where = f"stand still at step {step}" if step else problem or f"come no further than step {record.reach}"
+        self.lines.append(f"workers of {node}: {where}")
         return self
 
     def finds(self, node: str, failure_class: str, suspect: str | None, detail: str, **more: Any) -> Story:

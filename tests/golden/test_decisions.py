@@ -435,7 +435,39 @@ def state_of_a_drained_node() -> Story:
     story = started(checkpointing=True)
     story.operator("drain", "b").waits()
     story.joins("c").waits()
+    story.stands("a", reach=7).stands("b", reach=6).waits()
+    story.stands("b", 7).stands("a", 7).waits()
     story.holds("a", "0@7/1").holds("b", "1@7/1").holds("c").commits()
+    return story
+
+
+def state_of_a_drained_node_whose_workers_do_not_stand_still() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.operator("drain", "b").stands("a", reach=7).waits()
+    story.waits(unpaused=True)
+    story.holds("a", "0@6/1").holds("b", "1@6/1").holds("c").commits(unpaused=True)
+    return story
+
+
+def state_of_a_drained_node_whose_worker_is_not_protected() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.operator("drain", "b").stands("a", reach=7, problem="rank 0 is not protected").waits()
+    story.holds("a", "0@6/1").holds("b", "1@6/1").holds("c").commits()
+    return story
+
+
+def state_of_a_drained_node_that_fails_meanwhile() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.operator("drain", "b").stands("a", 7).stands("b", reach=7).waits()
+    story.exits("a", -9, step=7).waits()
+    story.holds("a", "0@7/1").holds("b", "1@6/1").holds("a", "0@7/1", "0@6/1").holds("c").commits()
+    return story
+
+
+def state_of_a_drained_node_that_is_readmitted_meanwhile() -> Story:
+    story = started(standbys="c", checkpointing=True)
+    story.operator("drain", "b").stands("a", reach=7).waits()
+    story.operator("readmit", "b").waits()
     return story
 
 

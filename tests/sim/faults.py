@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmres.gemini.inventory import Key
 from lmres.ports import Get, Put, Txn
 from lmres.rendezvous.codec import encode
 from lmres.rendezvous.parting import Answer, Break
 from lmres.rendezvous.state import Hold, StopRequest
+from tests.sim.looks import FOR_EVER_MS, Desync
 
 if TYPE_CHECKING:
-    from tests.sim.process import Process
+    from tests.sim.process import Process, Workers
     from tests.sim.world import World
 
 THEME_FACTOR = 8
@@ -406,6 +409,183 @@ def kill_a_linked_one(world: World) -> None:
 LINK_FAULTS = (break_link, cut_hosts, isolate, isolate, kill_a_linked_one)
 
 
+# -- workers that stand still; drawn by their own chance --------------------------------------------------------------
+
+
+def _runner(world: World, chance: random.Random) -> tuple[Process, Workers] | None:
+    """A worker that runs, and is not on its way out."""
+    members = [pair for pair in world.program.members() if not pair[0].paused or chance.random() < 0.3]
+    ending = world.program.step >= world.scenario.total_steps
+    return chance.choice(members) if members and not ending else None
+
+
+def stop_worker(world: World) -> None:
+    found = _runner(world, world.looks.chance)
+    if found is not None:
+        world.log(f"FAULT the worker of {found[0].name} stops")
+        world.looks.stop(*found)
+
+
+def slow_worker(world: World) -> None:
+    """A worker is slow: it goes on 10 to 600 ms after the first alarm."""
+    found = _runner(world, world.looks.chance)
+    if found is not None and world.program.has_trained(found[1].group):
+        world.log(f"FAULT the worker of {found[0].name} is slow")
+        world.looks.stop(*found, long=False)
+
+
+def stop_two(world: World) -> None:
+    stop_worker(world)
+    world.after(world.looks.chance.choice((50, 1_000, 2_000)), lambda: stop_worker(world))
+
+
+def deaf_watcher(world: World) -> None:
+    """An agent does not look, for a while or for ever; at most one of all for ever."""
+    living, looks = world.living(), world.looks
+    if living:
+        process = looks.chance.choice(living)
+        for_ms = looks.chance.choice((800, 3_000, 10_000, 0))
+        for_ever = not for_ms and max(looks.deaf.values(), default=0) < FOR_EVER_MS
+        looks.deaf[process.name] = FOR_EVER_MS if for_ever else world.now_ms + (for_ms or 10_000)
+        world.log(f"FAULT {process.name} does not look until {looks.deaf[process.name]}")
+
+
+def deaf_and_stopped(world: World) -> None:
+    deaf_watcher(world)
+    world.after(world.looks.chance.randint(0, 1_000), lambda: stop_worker(world))
+
+
+def desync(world: World) -> None:
+    """A rank enters another operation than the others; it is another one that dies of it, if any does."""
+    looks, chance = world.looks, world.looks.chance
+    found = _runner(world, chance)
+    if found is None or not world.program.moves(found[1].group) or not world.program.has_trained(found[1].group):
+        return
+    process, workers = found
+    group = workers.group
+    looks.stop(process, workers, place="all inside")
+    number = looks.stand(group)
+    how = chance.choice(("op", "shape", "left out", "one too many", "step"))
+    looks.desyncs[group] = Desync(slot=workers.slot, number=number, how=how)  # type: ignore[arg-type]
+    world.log(f"FAULT the worker of {process.name} enters another operation number {number}: {how}")
+    others = [pair for pair in world.program.group(group) if pair[1] is not workers]
+    victim, its_workers = chance.choice(others) if others else found
+    if chance.random() < 0.25 or not others:
+        return  # nobody dies: they just wait
+
+    def dies() -> None:
+        if its_workers.state in ("running", "stuck"):
+            if chance.random() < 0.5:
+                victim.worker_failed(its_workers, exit_status=-6)
+            else:
+                lost = ("torch.distributed.DistBackendError", "Connection closed by peer [10.0.0.7]:4711")
+                victim.worker_failed(its_workers, exception=lost)
+
+    victim.later(chance.choice((20, 500, 1_500, 3_000)), dies)
+
+
+LOOK_FAULTS = (
+    stop_worker,
+    stop_worker,
+    stop_worker,
+    stop_two,
+    slow_worker,
+    slow_worker,
+    slow_worker,
+    slow_worker,
+    deaf_watcher,
+    deaf_and_stopped,
+    desync,
+    desync,
+    desync,
+)
+
+
+# -- what is wrong though nothing has failed; drawn by its own chance -------------------------------------------------
+
+
+def unhealthy(world: World) -> None:
+    living, doubts = world.living(), world.doubts
+    if living:
+        process = doubts.chance.choice(living)
+        doubts.sicken(process)
+        heals_ms = doubts.chance.choice((None, 300, 2_000, 8_000))
+        if heals_ms is not None:
+            world.after(heals_ms, lambda: doubts.heal(process))
+
+
+def sick_newcomer(world: World) -> None:
+    """A late joiner on a host that is unfit."""
+    name = f"sick{len(world.processes)}"
+    world.doubts.sick_hosts.add(name)
+    _launch(world, name)
+
+
+def straggler(world: World) -> None:
+    """A rank is slow, though not stuck. Told, or to be replaced."""
+    chance = world.doubts.chance
+    found = _training(world)
+    if found:
+        reaction, attributed = chance.choice(("replace", "report")), chance.random() < 0.8
+        world.doubts.find(
+            chance.choice(found)[0],
+            chance.choice(found),
+            "straggler",
+            reaction=reaction,  # type: ignore[arg-type]
+            attributed=attributed,
+        )
+
+
+def corruption(world: World) -> None:
+    """A rank computes wrongly; states since an older one, that is there, are not to be trusted."""
+    chance, found = world.doubts.chance, _training(world)
+    if not found:
+        return
+    trusted = None
+    if world.states.on:
+        keys = sorted(world.states.keys(v for _, v in sorted(world.states.vaults.items())))
+        trusted = chance.choice([Key(0, 0), *keys[-4:], *keys[-4:]]) if chance.random() < 0.9 else None
+    world.doubts.find(
+        chance.choice(found)[0],
+        chance.choice(found),
+        "silent_corruption",
+        reaction="recover",
+        evict=chance.random() < 0.5,
+        trusted=trusted,
+        attributed=chance.random() < 0.6,
+    )
+
+
+def _training(world: World) -> list[tuple[Process, Workers]]:
+    return [pair for pair in world.program.members() if world.program.has_trained(pair[1].group)]
+
+
+def straggler_and_standby(world: World) -> None:
+    straggler(world)
+    world.after(world.doubts.chance.choice((100, 2_000)), lambda: late_joiner(world))
+
+
+DOUBT_FAULTS = (
+    unhealthy,
+    unhealthy,
+    unhealthy,
+    sick_newcomer,
+    straggler,
+    straggler_and_standby,
+    straggler_and_standby,
+    corruption,
+    corruption,
+    corruption,
+)
+
+
+def _schedule_own(world: World, chance: random.Random, faults: tuple[Callable[[World], None], ...]) -> None:
+    """Faults of one kind, drawn by its own chance, while most runs still train."""
+    for _ in range(chance.choice((1, 2, 4))):
+        fault, at_ms = chance.choice(faults), chance.randint(2_000, min(20_000, world.scenario.safety_ms))
+        world.after(at_ms, lambda f=fault: f(world))  # type: ignore[misc]
+
+
 def _schedule_link_faults(world: World) -> None:
     chance = world.links.chance
     for _ in range(chance.choice((0, 1, 2, 4)) if world.links.on else 0):
@@ -426,6 +606,10 @@ def schedule(world: World) -> None:
     if s.theme != "large":
         _schedule_state_faults(world)
         _schedule_link_faults(world)
+        if world.looks.on:
+            _schedule_own(world, world.looks.chance, LOOK_FAULTS)
+        if world.doubts.on:
+            _schedule_own(world, world.doubts.chance, DOUBT_FAULTS)
     if s.theme == "success":
         stop_at_the_end(world)
     if s.theme == "large":

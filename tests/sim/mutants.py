@@ -13,7 +13,7 @@ from unittest import mock
 
 from lmres.gemini.watermark import Verdict
 from lmres.ports import Compare, Get, Put, Txn
-from lmres.rendezvous import blame, parting
+from lmres.rendezvous import blame, looking, parting, pausing, vacancies
 from lmres.rendezvous import decide as deciding
 from lmres.rendezvous import resume as resuming
 from lmres.rendezvous.agent import Agent
@@ -21,10 +21,12 @@ from lmres.rendezvous.codec import encode
 from lmres.rendezvous.joining import Joining
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.ledger import Ledger
-from lmres.rendezvous.state import Finished, Formed, View
+from lmres.rendezvous.state import Evidence, Finished, Formed, View
+from lmres.scout.localize import Suspect
 
 Patch = Callable[[], Any]
 _observe, _choose = LeaseTable.observe, resuming.choose
+_localize, _missing, _witnesses = looking.localize, vacancies.missing, blame.witnesses
 _create, _decide, _observed, _outcome = Ledger.create, deciding.decide, Agent._observed, Agent._outcome
 
 
@@ -217,7 +219,60 @@ def _notes_outlive_heartbeats(view: View, leases: LeaseTable, node_id: str) -> d
     return {revision: noted.by for revision, noted in view.parted().get(node_id, ())}
 
 
+# -- workers that stand still, and doubts -----------------------------------------------------------------------------
+
+
+def _alarmed_for_ever(view: View, head: Any) -> int | None:
+    """Whoever has ever told of its workers stands for an alarm: also who has withdrawn it."""
+    told = view.sightings(head.generation)
+    keys = [view.keys.sighting(head.generation, n.node_id) for n in head.active if n.node_id in told]
+    return min((view.mod_revision(key) for key in keys), default=None)
+
+
+def _who_waits_is_blamed(sights: Any, **more: Any) -> Any:
+    """Who raised the alarm."""
+    sights = list(sights)
+    found = _localize(sights, **more)
+    first = next((s for s in sights if s.alarm and s.workers), None)
+    if first is None:
+        return found
+    return replace(found, suspects=(Suspect(node_id=first.node_id, rank=first.workers[0].rank),), verdict="attributed")
+
+
+def _doubts_are_clear(sights: Any, **more: Any) -> Any:
+    """Of several suspects the first is it."""
+    found = _localize(sights, **more)
+    return replace(found, verdict="attributed", suspects=found.suspects[:1])
+
+
+def _reports_are_witnesses(view: View, head: Any, done: Any) -> Any:
+    """Whatever the reaction is, it is a failure."""
+    with mock.patch.object(Evidence, "reaction", "recover"):
+        return _witnesses(view, head, done)
+
+
+def _anybody_is_replaced(view: View, head: Any) -> Any:
+    """Also for evidence that does not know who it is."""
+    told = view.evidence(head.generation)
+    return {e.cause.node_id: e.cause for e in told if e.reaction == "replace" or e.evict}
+
+
+def _slow_ones_must_go(view: View, head: Any, witnesses: Any) -> Any:
+    """With no standby there too."""
+    return [replace(v, hard=v.hard or v.failure_class == "straggler") for v in _missing(view, head, witnesses)]
+
+
 MUTANTS: dict[str, Patch] = {
+    "withdrawn_alarm_counts": _replaced(looking, "alarmed", _alarmed_for_ever),
+    "who_waits_is_blamed": _replaced(looking, "localize", _who_waits_is_blamed),
+    "unclear_hang_is_blamed": _replaced(looking, "localize", _doubts_are_clear),
+    "reports_are_witnesses": _replaced(blame, "witnesses", _reports_are_witnesses),
+    "unclear_finding_evicts": _replaced(vacancies, "to_be_replaced", _anybody_is_replaced),
+    "slow_ones_must_go": _replaced(deciding, "missing", _slow_ones_must_go),
+    "unfit_standby_chosen": _replaced(View, "unfit_reason", lambda self, node_id: None),
+    "trust_is_not_asked": _replaced(deciding, "newest_trusted", lambda view, head: None),
+    "doubts_are_forgotten": _replaced(resuming, "doubts_of", lambda head, trusted: ()),
+    "nobody_stands_still": _replaced(pausing, "moving", lambda view, head: ()),
     "one_witness_is_enough": _replaced(parting, "needed_witnesses", lambda view: 1),
     "lease_is_not_asked": _replaced(parting.Partings, "_left_ms", _left_without_lease),
     "witnesses_are_not_heard": _replaced(parting.Partings, "find", lambda *_: None),

@@ -13,6 +13,7 @@ from lmres.rendezvous import state
 from lmres.rendezvous.codec import TYPE_KEY, decode
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.rounds import End, Outcome
+from lmres.scout.sighting import Sighting
 
 if TYPE_CHECKING:
     from tests.sim.process import Process, Workers
@@ -37,12 +38,32 @@ _KINDS = {
         state.Banned,
         state.Parted,
         state.Holdings,
+        state.Health,
+        state.Paused,
+        Sighting,
     )
 }
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What an agent knew when it sent a plan, of the generation before. ``sightings``: the newest of each node whose
+    incarnation is active. ``unfit``: incarnations. ``standbys``: node ids of those that could be used."""
+
+    sightings: dict[str, Sighting]
+    evidence: tuple[state.Evidence, ...]
+    unfit: frozenset[str]
+    standbys: frozenset[str]
+    paused: dict[str, state.Paused]
+    formed: bool
+
+    @property
+    def alarms(self) -> tuple[Sighting, ...]:
+        return tuple(s for _, s in sorted(self.sightings.items()) if s.alarm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +121,8 @@ class Invariant:
 
 class Oracle:
     """``epoch`` counts how often the records were wiped; ``records`` is what stands in the store, as it was last read;
-    ``torn`` the keys under which it can not be read now; ``deciding`` the agent that wrote the newest plan."""
+    ``torn`` the keys under which it can not be read now; ``deciding`` the agent that wrote the newest plan; ``reads``
+    what the writer of each plan knew, by the plan's name."""
 
     def __init__(self, world: World) -> None:
         from tests.sim.invariants import ALL
@@ -121,9 +143,14 @@ class Oracle:
         self.trained: set[tuple[int, int, str]] = set()
         self.readmitted: dict[str, int] = {}
         self.deciding: Process | None = None
+        self.reads: dict[str, Read] = {}
         self.invariants = [kind(self) for kind in ALL]
 
     # -- what invariants ask ------------------------------------------------------------------------------------------
+
+    def read(self, plan: Plan) -> Read:
+        """What the writer of a plan knew."""
+        return self.reads[plan.plan_id]
 
     def plan(self, generation: int, *, known_to: Process | None = None) -> Plan | None:
         """Of the run that an agent has read of last; records may have been wiped while it was stopped."""
@@ -185,6 +212,13 @@ class Oracle:
             invariant.wrote(write)
         self._keep(write)
 
+    def asks(self, process: Process, txn: Txn) -> None:
+        """An agent sends a request: a plan may arrive long after its writer has read more."""
+        for op in txn.success:
+            plan = _read(self.world.keys, op.key, op.value) if isinstance(op, Put) and "/plan/" in op.key else None
+            if isinstance(plan, Plan):
+                self.reads[plan.plan_id] = _known(process.agent.view, plan.from_generation)
+
     def _keep(self, write: Write) -> None:
         record, now_ms = write.record, self.world.now_ms
         if record is None:
@@ -219,6 +253,8 @@ class Oracle:
         self.plans[(self.epoch, plan.generation)] = plan
         self.plan_ms[(self.epoch, plan.generation)] = self.world.now_ms
         self.deciding = by
+        if by is not None:
+            self.world.doubts.learned(plan)
         for invariant in self.invariants:
             invariant.planned(plan, self.plan(plan.generation - 1))
 
@@ -272,6 +308,21 @@ class Oracle:
             invariant.at_end()
 
 
+def _known(view: state.View, generation: int) -> Read:
+    head = view.head()
+    active = {n.node_id: n.incarnation for n in head.active} if head is not None else {}
+    told = view.sightings(generation)
+    health = [r for _, r in view.under(f"{view.keys.reg}health/", state.Health)]
+    return Read(
+        sightings={n: s for n, s in told.items() if active.get(n) == s.incarnation},
+        evidence=view.evidence(generation),
+        unfit=frozenset(h.incarnation for h in health if not h.fit),
+        standbys=frozenset(m.node_id for m in view.standbys()),
+        paused=view.paused(generation),
+        formed=view.formed(generation) is not None,
+    )
+
+
 def _read(keys: Keys, key: str, value: str) -> Any:
     """The record, if it is whole and stands where it belongs."""
     try:
@@ -314,6 +365,12 @@ def _home(keys: Keys, record: Any) -> str:
             return keys.banned(record.step, record.origin)
         case state.Holdings():
             return keys.holdings(record.node_id)
+        case state.Health():
+            return keys.health(record.node_id)
+        case state.Paused():
+            return keys.paused(record.generation, record.node_id)
+        case Sighting():
+            return keys.sighting(record.generation, record.node_id)
         case _:
             return keys.door
 
@@ -331,7 +388,12 @@ def _shown(record: Any, value: str) -> str:
         case state.Parted():
             return f"connections to {record.incarnation} {'are back' if record.back else 'broke'}"
         case state.Evidence():
-            return f"{record.weight}: {record.cause.headline()}"
+            what = record.weight if record.reaction == "recover" else record.reaction
+            return f"{what}: {record.cause.headline()}"
+        case state.Health():
+            return f"{record.incarnation} {'fit' if record.fit else f'unfit: {record.reason}'}"
+        case Sighting():
+            return f"sighting {record.number} of generation {record.generation}{' ALARM' if record.alarm else ''}"
         case state.Finished():
             return f"{record.outcome} {record.exit_code}: {record.reason}"
         case _:

@@ -16,8 +16,9 @@ from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.plan import Cause, ExceptionInfo, Plan
 from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.rounds import Broken, Inputs, Leave, Outcome, Settings
-from lmres.rendezvous.state import Banned, Evidence, Member, RunConfig
+from lmres.rendezvous.state import Banned, Evidence, Member, Paused, RunConfig
 from lmres.scout.evidence import Weight, classify_exception, classify_exit
+from lmres.scout.sighting import Sighting
 
 if TYPE_CHECKING:
     from tests.sim.states import Vault
@@ -28,7 +29,9 @@ LEAVE_MS = 5_000
 
 class Workers:
     """The workers of one node in one generation (one each, for simplicity). ``state``: starting, running, failed
-    (held for the plan, or ended badly), hung, done, stopping, gone."""
+    (held for the plan, or ended badly), hung (waits for one that has gone), stuck (at fault itself), done, stopping,
+    gone. ``moved_ms``: when it last made progress. ``word``: where it is asked to stand still, ``ignored`` one of them;
+    ``stands_at``, ``stood``: at which step it does, and with its state saved."""
 
     def __init__(self, epoch: int, generation: int, slot: int) -> None:
         self.group = (epoch, generation)
@@ -36,6 +39,10 @@ class Workers:
         self.slot = slot
         self.state = "starting"
         self.vault: Vault | None = None
+        self.moved_ms = 0
+        self.word = self.ignored = 0
+        self.stands_at: int | None = None
+        self.stood: int | None = None
 
     @property
     def alive(self) -> bool:
@@ -65,6 +72,10 @@ class Process:
         self.holdings: Holdings | None = None
         self.broken: dict[str, Broken] = {}
         self.linked_as = ""
+        self.sighting: Sighting | None = None
+        self.sights = 0
+        self.paused_word: int | None = None
+        self.stands: Paused | None = None
         self.restored: Key | None = None
         self.ever: set[int] = set()
         self.deaf_until_ms = 0
@@ -122,6 +133,7 @@ class Process:
             join_timeout_ms=s.join_timeout_ms,
             form_timeout_ms=s.form_timeout_ms,
             checkpointing=Checkpointing(enabled=self.world.states.on),
+            watched=self.world.looks.on,
         )
 
     def _new_incarnation(self) -> str:
@@ -189,6 +201,9 @@ class Process:
             banned=self.banned,
             holdings=self.holdings,
             broken=tuple(sorted(self.broken.values(), key=lambda b: b.number)),
+            sighting=self.sighting,
+            paused=self.stands,
+            health=self.world.doubts.health(self),
             leave=self.leave,
         )
         self._leaving_round = self.leave is not None
@@ -215,6 +230,7 @@ class Process:
             if self._round is not None and attempt == self._attempt:
                 self._abandon()
 
+        self.world.oracle.asks(self, txn)
         self.world.request(txn, self, lambda answer: self.later(0, lambda: answered(answer)))
         self.later(self.world.scenario.client_timeout_ms, timed_out)
 
@@ -246,8 +262,11 @@ class Process:
         self._stop_if_told(outcome)
         if world.links.on:
             world.links.follow(self)
+        if world.looks.on:
+            world.looks.follow(self)
         if self.world.states.on:
             self._mind_the_vault(outcome)
+            self.world.standing.follow(self)
         if outcome.end is not None:
             self._end(outcome)
             return
@@ -378,8 +397,11 @@ class Process:
         self.waiting = False
         self.workers_generation = generation
         self.workers = Workers(self.round_epoch, generation, slot)
+        self.paused_word = self.stands = None
         self.world.oracle.starts(self, generation, slot)
         self.world.program.joined(self, self.workers)
+        if self.world.looks.on:
+            self.world.looks.watch(self, self.workers)
         if self.world.states.on:
             assert self.outcome is not None and self.outcome.plan is not None
             self._prepare(self.workers, self.outcome.plan)

@@ -25,7 +25,8 @@ class Program:
         self.world = world
         self.step = 0
         self._groups: dict[Group, dict[int, tuple[Process, Workers]]] = {}
-        self._formed: set[Group] = set()
+        self._begun: dict[Group, int] = {}
+        self._standing: set[Group] = set()
 
     def joined(self, process: Process, workers: Workers) -> None:
         group = self._groups.setdefault(workers.group, {})
@@ -51,22 +52,25 @@ class Program:
         return group if all(w.state == "running" for _, w in group.values()) else None
 
     def _try_step(self, name: Group) -> None:
-        if self._whole(name) is None or name in self._formed:
+        if self._whole(name) is None or name in self._begun:
             return
-        self._formed.add(name)
         plan = self.world.oracle.plans[name]
         if self.world.states.on:
             self.step = plan.recovery_step
+        self._begun[name] = self.step
+        self._moved(name)
         self.world.oracle.trains(plan, self._groups[name])
         self.world.log(f"generation {name[1]} trains from step {self.step}")
         self.world.after(STEP_MS, lambda: self._tick(name))
 
     def _tick(self, name: Group) -> None:
         group = self._whole(name)
-        if group is None:
+        if group is None or any(w.stands_at is not None for _, w in group.values()):
+            self._standing.add(name)
             return
         world, rng = self.world, self.world.rng
         self.step += 1
+        self._moved(name)
         if self.step == world.scenario.poison_step:
             self.step -= 1
             process, workers = group[0]
@@ -79,10 +83,52 @@ class Program:
             for _, (process, workers) in sorted(group.items()):
                 self._finish(process, workers, rng.randint(0, 2500))
             return
+        world.standing.boundary(self.group(name))
         world.after(STEP_MS, lambda: self._tick(name))
 
     def _finish(self, process: Process, workers: Workers, delay_ms: int) -> None:
         process.later(delay_ms, lambda: process.workers_succeeded(workers))
+
+    def _moved(self, name: Group) -> None:
+        for workers in (w for _, w in self._groups[name].values()):
+            workers.moved_ms = self.world.now_ms
+
+    # -- workers that stand still -------------------------------------------------------------------------------------
+
+    def has_trained(self, name: Group) -> bool:
+        return name in self._begun
+
+    def begun_at(self, name: Group) -> int:
+        return self._begun.get(name, 0)
+
+    def steps_in(self, name: Group) -> int:
+        """Of the newest group: no older one is asked for."""
+        return max(0, self.step - self.begun_at(name))
+
+    def moves(self, name: Group) -> bool:
+        return self._whole(name) is not None and not any(w.stands_at is not None for _, w in self.group(name))
+
+    def group(self, name: Group) -> list[tuple[Process, Workers]]:
+        return [pair for _, pair in sorted(self._groups.get(name, {}).items())]
+
+    def steps_again(self, process: Process, workers: Workers) -> None:
+        """It stood still at a boundary, and goes on: the group with it, if it was the last one that stood."""
+        if workers.state == "running" and process.alive:
+            self.goes_on(process, workers)
+
+    def goes_on(self, process: Process, workers: Workers) -> None:
+        """A worker that stood still runs again: the group with it, or it finds out that others have gone."""
+        name = workers.group
+        workers.moved_ms = self.world.now_ms
+        if name not in self._begun:
+            self._try_step(name)
+        elif self.moves(name):
+            self._moved(name)
+            if name in self._standing:
+                self._standing.discard(name)
+                self.world.after(STEP_MS, lambda: self._tick(name))
+        elif any(w.state not in ("running", "stuck", "hung") for _, w in self._groups[name].values()):
+            self._break(process, workers, self.world.rng.randint(5, 900))
 
     def changed(self, name: Group) -> None:
         """A worker of this generation is no longer there: the others find a broken connection, or just hang."""
@@ -90,7 +136,7 @@ class Program:
             if workers.state != "running" or not process.alive:
                 continue
             rng = self.world.rng
-            if rng.random() < 0.3 and name in self._formed:
+            if rng.random() < 0.3 and name in self._begun:
                 workers.state = "hung"
                 continue
             self._break(process, workers, rng.randint(5, 900))

@@ -47,6 +47,7 @@ def settle(world: World) -> None:
     world.calm = True
     world.thaw()
     world.links.calm()
+    world.looks.calm()
     for process in world.living():
         process.resume()
     world.after(REST_MS, world.oracle.at_rest)
@@ -61,6 +62,8 @@ def bring(world: World, number: int) -> None:
         return
     head = world.oracle.head()
     aside = {q.node_id for q in head.quarantined} if head is not None else set()
-    usable = [p for p in world.living() if p.node_id not in aside and p.leave is None]
+    active = {n.node_id for n in head.active} if head is not None else set()
+    unfit = {p.node_id for p in world.living() if world.doubts.is_unfit(p)} - active  # who has a slot keeps it
+    usable = [p for p in world.living() if p.node_id not in aside | unfit and p.leave is None]
     if len({p.node_id for p in usable}) < world.scenario.min_nodes:
         world.launch(f"spare{number}")

@@ -33,6 +33,22 @@ def sights(world: World) -> set[str]:
         if gone.how == "lost":
             found.add(f"lost by {min(len(gone.witnesses), 2)} witnesses" if gone.witnesses else "lost by its lease")
     found |= {f"connections {'back' if p.back else 'broke'}" for p in world.oracle.of_kind(Parted)}
+    if world.looks.withdrawn:
+        found.add("alarm withdrawn")
+    for process in world.processes:
+        if process.stands is not None:
+            found.add("stands still" if process.stands.step else "can not stand" if process.stands.problem else "moves")
+    for plan in world.oracle.plans.values():
+        read = world.oracle.reads.get(plan.plan_id)
+        found |= {f"finding {e.reaction}{'' if e.attributed else ' unclear'}" for e in (read.evidence if read else ())}
+        if plan.failure_class in ("hang", "collective_desync", "silent_corruption"):
+            found.add(f"{plan.failure_class} {plan.verdict}")
+        if read is not None and read.unfit and plan.action in ("start", "replace"):
+            found.add("unfit passed over")
+        if plan.doubts:
+            found.add("states doubted")
+        if any("process faults" in q.reason for q in plan.quarantined) and plan.failure_class == "hang":
+            found.add("put aside for a hang")
     if any(v.verdict.gate for v in world.states.vaults.values()):
         found.add("gate")
     for process in world.processes:
@@ -63,6 +79,15 @@ EXPECTED = {
     *(f"state {s}" for s in ("none", "local", "peer", "replica", "durable")),
     *STATE_WORDS,
     "gate",
+    "alarm withdrawn",
+    "put aside for a hang",
+    "unfit passed over",
+    "states doubted",
+    "stands still",
+    "can not stand",
+    *(f"class {c}" for c in ("hang", "collective_desync", "straggler", "silent_corruption")),
+    *(f"{c} {v}" for c in ("hang", "collective_desync", "silent_corruption") for v in ("attributed", "inconclusive")),
+    *(f"finding {f}" for f in ("recover", "recover unclear", "replace", "replace unclear", "report")),
     *(f"lost by {by}" for by in ("1 witnesses", "2 witnesses", "its lease")),
     "connections broke",
     "connections back",

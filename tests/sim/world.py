@@ -19,11 +19,14 @@ from dataclasses import dataclass, field
 from lmres.ids import Keys
 from lmres.ports import DeletePrefix, Put, Txn, TxnResult
 from lmres.rendezvous.edge.stores.engine import Engine
+from tests.sim.doubts import Doubts
 from tests.sim.links import Links
+from tests.sim.looks import Looks
 from tests.sim.oracle import Oracle
 from tests.sim.process import Process
 from tests.sim.program import Program
 from tests.sim.scenario import Scenario, scenario_of
+from tests.sim.standing import Standing
 from tests.sim.states import States
 
 
@@ -53,6 +56,9 @@ class World:
         self.engine = Engine()
         self.states = States.of(self)
         self.links = Links.of(self)
+        self.looks = Looks.of(self)
+        self.doubts = Doubts.of(self)
+        self.standing = Standing.of(self)
         self.oracle = Oracle(self)
         self.program = Program(self)
         self.now_ms = 0

@@ -146,22 +146,6 @@ def test_the_host_name_as_peers_see_it(addresses: list[str], canonical: str, sta
     assert (finding.status == "ok") or "--local-addr" in finding.advice
 
 
-def test_memory_limits_of_both_control_group_versions(tmp_path: Path) -> None:
-    def limit(line: str, files: dict[str, str]) -> tuple[int | None, int]:
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-        (tmp_path / "cgroup").write_text(f"2:cpu,cpuacct:/x\n{line}\n")
-        return checks_host.cgroup_memory(tmp_path / "cgroup", tmp_path / "fs")
-
-    nested = {"fs/a/memory.max": "4096\n", "fs/a/memory.current": "1024\n", "fs/a/b/memory.max": "max\n"}
-    assert limit("0::/a/b", nested) == (4096, 1024)
-    old = {"fs/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "fs/memory/c/memory.limit_in_bytes": "512\n"}
-    assert limit("4:memory:/c", old) == (512, 0)
-    assert limit("4:memory:/gone", {}) == (None, 0)
-    assert checks_host.cgroup_memory(tmp_path / "missing", tmp_path) == (None, 0)
-
-
 def test_the_checks_of_this_host_find_something() -> None:
     for check in (checks_host.check_memory, checks_host.check_open_files, checks_host.check_process_control):
         assert check().status in {"ok", "warn"}

@@ -70,7 +70,7 @@ def _build(torch: Any, settings: Any, session: Session, counter: StepCounter, re
     if settings.resume_step and (restored is None or restored.step != settings.resume_step):
         found = f"step {restored.step}" if restored is not None else "nothing"
         raise StateError(f"the vault has {found} for rank {rank}, the plan says step {settings.resume_step}")
-    attachment = build(torch, settings, vault, restored, reporter, counter.reached)
+    attachment = build(torch, settings, vault, restored, reporter, counter.reached, asker=reporter)
     attachment.engine.on_failure = lambda error: give_up(session, "lmres.errors.ResumeError", str(error))
     session.attachment = attachment
     counter.follow(settings.resume_step)
@@ -122,6 +122,21 @@ class Reporter:
 
     def armed(self, adapter: str, parts: list[str]) -> None:
         self._send({"kind": "protection", "armed": True, "adapter": adapter, "parts": parts})
+
+    def pause_at(self) -> int:
+        return self._session.pause_at
+
+    def paused(self, step: int, *, not_before: int = 0, problem: str = "") -> None:
+        self._send({"kind": "paused", "step": step, "not_before": not_before, "problem": problem})
+
+    def alive(self) -> None:
+        self._session.mark_progress()
+
+    def replays(self, covered: int, modules: int, reason: str) -> None:
+        """Of how many modules equals compare what they compute, and why not of the others."""
+        parts = [f"replay: {covered} of {modules} modules"] if covered else ["replay"]
+        why = reason[:2000] or "all that were called"
+        self._send({"kind": "protection", "armed": covered > 0, "adapter": "pytorch", "parts": parts, "reason": why})
 
     def _send(self, message: dict[str, Any]) -> None:
         import json

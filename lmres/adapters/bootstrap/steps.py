@@ -115,9 +115,11 @@ class ImportWatch:
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        for finder in sys.meta_path:
+        finders = list(sys.meta_path)
+        here = next((i for i, finder in enumerate(finders) if finder is self), -1)
+        for finder in finders[here + 1 :]:  # those before have been asked, and may be the one that asks
             find = getattr(finder, "find_spec", None)
-            if finder is self or find is None:
+            if find is None:
                 continue
             spec: ModuleSpec | None = find(fullname, path, target)
             if spec is not None:

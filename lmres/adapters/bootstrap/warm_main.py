@@ -58,8 +58,9 @@ OURS = (
     "lmres.adapters.capture.copy",
     "lmres.adapters.capture.fingerprint",
     "lmres.adapters.resume.attach",
+    "lmres.adapters.watch.install",
 )
-"""What the protection of the state will import. None of it changes torch before the worker attaches."""
+"""What the protection of the state and the watch will import. None of it changes torch before the worker attaches."""
 
 TOKEN_VARIABLE = "LMRES_WORKER_TOKEN"
 FDS_VARIABLE = "LMRES_WORKER_FDS"

@@ -10,7 +10,7 @@
 * The interpreter waits for that thread when it ends (an executor's rule): a thread that is cut off inside torch would
   abort the process.
 
-Whether the parameters are finite is read from the copy, in that thread.
+Whether the parameters, and all the rest of the shared part, are finite is read from the copy, in that thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 FULL_CHECKS_FIRST = 3
 FULL_CHECK_EVERY = 64
 MAX_MEMORIES = 8
+_Pieces: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """The end of a copy. ``torn``: why it must not be used, empty when it is whole. ``blocking_ms``: for how long the
-    program stood still for it."""
+    """The end of a copy. ``torn``: why it must not be used, empty when it is whole. ``finite``: the parameters;
+    ``all_finite``: the optimizers' state too. ``blocking_ms``: for how long the program stood still for it."""
 
     torn: str
     finite: bool
+    all_finite: bool
     blocking_ms: float
 
 
@@ -53,7 +55,7 @@ class Copier:
     def __init__(self, *, blocking: bool = False) -> None:
         self.blocking = blocking
         self._copies = 0
-        self._views: dict[tuple[int, int], tuple[object, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._views: dict[tuple[int, int], tuple[object, list[torch.Tensor], _Pieces]] = {}
         self._lane: Lane | None = None
         self._pending: Pending | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="lmres-capture")
@@ -78,12 +80,12 @@ class Copier:
     def _start(self, snapshot: Snapshot, layout: Layout, shared: memoryview, own: memoryview, began: float) -> Pending:
         own[: len(layout.header)] = layout.header
         own_views, _ = self._views_of(own, snapshot.own, layout.own_offsets, layout.keys[1])
-        views, parameters = self._views_of(shared, snapshot.shared, layout.shared_offsets, layout.keys[0])
+        views, pieces = self._views_of(shared, snapshot.shared, layout.shared_offsets, layout.keys[0])
         _copy(own_views, [item.tensor for item in snapshot.own])
         on_cuda = any(item.tensor.is_cuda for item in snapshot.shared)
         full_check = self._copies < FULL_CHECKS_FIRST or self._copies % FULL_CHECK_EVERY == 0
         self._copies += 1
-        self._pending = pending = Pending(self, snapshot.shared, views, parameters, full_check and not self.blocking)
+        self._pending = pending = Pending(self, snapshot.shared, views, pieces, full_check and not self.blocking)
         if on_cuda:
             pending.lane = self._cuda_lane(shared)
         pending.launch(blocking=self.blocking)
@@ -92,11 +94,11 @@ class Copier:
 
     def _views_of(
         self, memory: memoryview, items: Sequence[Item], offsets: Sequence[int], key: object
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A tensor over the memory for each item, and the pieces of parameters; kept, since there are few slots and
-        making them takes longer than small copies do."""
+    ) -> tuple[list[torch.Tensor], _Pieces]:
+        """A tensor over the memory for each item, and the pieces of parameters and of the rest; kept, since there are
+        few slots and making them takes longer than small copies do."""
         if not memory.nbytes:
-            return [torch.empty_like(item.tensor) for item in items], []
+            return [torch.empty_like(item.tensor) for item in items], ([], [])
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         place = (flat.data_ptr(), flat.numel())
         known = self._views.get(place)
@@ -113,7 +115,7 @@ class Copier:
             views.append(typed[dtype].as_strided(tensor.shape, contiguous(tensor.shape), at // size))
         if len(self._views) >= MAX_MEMORIES:
             self.forget()
-        pieces = runs(flat, items, offsets)
+        pieces = runs(flat, items, offsets), runs(flat, items, offsets, parameters=False)
         self._views[place] = (wanted, views, pieces)
         return views, pieces
 
@@ -154,18 +156,18 @@ class Pending:
         copier: Copier,
         items: Sequence[Item],
         views: list[torch.Tensor],
-        parameters: list[torch.Tensor],
+        pieces: _Pieces,
         full_check: bool,
     ) -> None:
         self._copier = copier
         self._items = items
         self._views = views
-        self._parameters = parameters
+        self._pieces = pieces
         self._full_check = full_check
         self._versions: list[int] = []
         self._thread: Future[None] | None = None
         self._error: BaseException | None = None
-        self._finite = True
+        self._finite = self._all_finite = True
         self._torn: str | None = None
         self.lane: Lane | None = None
         self.blocking_s = 0.0
@@ -176,7 +178,7 @@ class Pending:
         self._versions = _versions(tensors)
         if self.lane is not None:
             sources = [item.tensor for item in self._items if item.parameter]
-            self.lane.launch(self._views, tensors, sources)
+            self.lane.launch(self._views, tensors, sources, [i.tensor for i in self._items if not i.parameter])
             if blocking:
                 self.lane.synchronize()
             return
@@ -191,7 +193,9 @@ class Pending:
         def run() -> None:
             with quiet():
                 copy()
-                self._finite = all_finite(self._parameters)
+                parameters, others = self._pieces
+                self._finite = all_finite(parameters)
+                self._all_finite = self._finite and all_finite(others)
 
         self._thread = self._copier.thread.submit(run)
 
@@ -222,11 +226,11 @@ class Pending:
         """Wait for the end. A torn copy makes the copier copy everything at once from now on. Raises CaptureError."""
         self.before_step()
         self.finished = True
-        finite = self._finite
+        finite, whole = self._finite, self._all_finite
         try:
             if self.lane is not None:
                 with quiet():
-                    finite = self.lane.finish()
+                    finite, whole = self.lane.finish()
         except RuntimeError as problem:
             self._error = self._error or problem
         torn = self._torn or ""
@@ -235,13 +239,13 @@ class Pending:
             raise CaptureError(f"the state could not be copied: {self._error}") from self._error
         if torn:
             self._copier.blocking = True
-        return Copied(torn=torn, finite=finite, blocking_ms=self.blocking_s * 1000)
+        return Copied(torn=torn, finite=finite, all_finite=finite and whole, blocking_ms=self.blocking_s * 1000)
 
     def let_go(self) -> None:
         """Wait for the thread and forget the tensors."""
         self._join()
         self.finished = True
-        self._items, self._views, self._parameters = (), [], []
+        self._items, self._views, self._pieces = (), [], ([], [])
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -269,13 +273,16 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def runs(memory: torch.Tensor, items: Sequence[Item], offsets: Sequence[int]) -> list[torch.Tensor]:
-    """The floating parameters of a memory, in as few pieces as possible: neighbours of one type are one piece."""
+def runs(
+    memory: torch.Tensor, items: Sequence[Item], offsets: Sequence[int], *, parameters: bool = True
+) -> list[torch.Tensor]:
+    """The floating parameters of a memory, or all that are none, in as few pieces as possible: neighbours of one type
+    are one piece."""
     found: list[tuple[torch.dtype, int, int]] = []
     for at, item in sorted(zip(offsets, items, strict=True), key=lambda pair: pair[0]):
         tensor = item.tensor
         size = tensor.numel() * tensor.element_size()
-        if not item.parameter or not size or not (tensor.is_floating_point() or tensor.is_complex()):
+        if item.parameter is not parameters or not size or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         dtype = tensor.dtype.to_real()
         if found and found[-1][0] == dtype and found[-1][2] == at:

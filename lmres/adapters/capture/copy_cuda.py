@@ -24,7 +24,7 @@ class Lane:
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
         self._events: dict[torch.device, Any] = {}
-        self._finite: list[torch.Tensor] = []
+        self._finite: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pinned: dict[tuple[int, int], tuple[bool, memoryview]] = {}
 
     def pin(self, memory: memoryview) -> bool:
@@ -42,17 +42,21 @@ class Lane:
         self._pinned.clear()
 
     def launch(
-        self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+        self,
+        views: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Queue the copies, and the check that the parameters are finite."""
+        """Queue the copies, and the checks that the parameters, and the ``others``, are finite."""
         self._finite, self._events = [], {}
         for device in sorted({tensor.device for tensor in tensors}, key=str):
             pairs = [pair for pair in zip(views, tensors, strict=True) if pair[1].device == device]
             into, sources = [view for view, _ in pairs], [tensor for _, tensor in pairs]
-            checked = [tensor for tensor in parameters if tensor.device == device]
+            checked = [[t for t in each if t.device == device] for each in (parameters, others)]
             if device.type != "cuda":
                 torch._foreach_copy_(into, sources)
-                self._finite.append(_all_finite(checked, device))
+                self._finite.append((_all_finite(checked[0], device), _all_finite(checked[1], device)))
                 continue
             stream = self._streams.get(device)
             if stream is None:
@@ -61,7 +65,7 @@ class Lane:
                 stream.wait_stream(torch.cuda.current_stream(device))
                 with torch.cuda.stream(stream):
                     torch._foreach_copy_(into, sources, non_blocking=True)
-                    self._finite.append(_all_finite(checked, device))
+                    self._finite.append((_all_finite(checked[0], device), _all_finite(checked[1], device)))
                     event = self._events[device] = torch.cuda.Event()
                     event.record(stream)
 
@@ -78,12 +82,14 @@ class Lane:
         for event in self._events.values():
             event.synchronize()
 
-    def finish(self) -> bool:
-        """Wait for the copies; whether the parameters are finite."""
+    def finish(self) -> tuple[bool, bool]:
+        """Wait for the copies; whether the parameters, and whether the others are finite."""
         self.synchronize()
-        finite = all(bool(torch._C.TensorBase.item(flag)) for flag in self._finite)
+        item = torch._C.TensorBase.item
+        parameters = all(bool(item(flag)) for flag, _ in self._finite)
+        others = all(bool(item(flag)) for _, flag in self._finite)
         self._finite, self._events = [], {}
-        return finite
+        return parameters, others
 
 
 def _all_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from lmres.adapters.resume.engine import Engine
 from lmres.adapters.resume.keeper import Report, StateKeeper
 from lmres.adapters.resume.patches import collectives, compute, cycles, effects, loaders, loads, scalars
 from lmres.adapters.resume.settings import Settings
+from lmres.adapters.resume.standing import Asker
 
 PROGRESS_EVERY_S = 5.0
 
@@ -41,6 +42,7 @@ def build(
     restored: Any,
     report: Report,
     on_step: Callable[[int], None],
+    asker: Asker | None = None,
 ) -> Attachment:
     """``vault``: a ``WorkerVault``; ``restored``: what it gave for this generation. Raises StateError when the state
     can not be read."""
@@ -59,7 +61,7 @@ def build(
     if engine.resume_step:
         muted.watch_appending()
         loads.watch(engine)
-    keeper = StateKeeper(torch, engine, settings, vault, restored, noted, report)
+    keeper = StateKeeper(torch, engine, settings, vault, restored, noted, report, asker)
     keeper.prepare()
     engine.keeper = keeper
     atexit.register(engine.ended)

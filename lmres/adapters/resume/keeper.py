@@ -6,6 +6,7 @@ the arguments of the forward that begins, the loaders' notes, and the plain valu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmres.adapters.resume import attributes, clocks, frames, rng
 from lmres.adapters.resume.certificate import WAYS_OUT, Difference, OwnStart, differences, same, summary, variable
@@ -24,7 +25,11 @@ from lmres.adapters.resume.journal import Journal, JournalError, Mark, Replay
 from lmres.adapters.resume.pace import Pace
 from lmres.adapters.resume.patches.loaders import Loaders
 from lmres.adapters.resume.settings import Settings
-from lmres.errors import LmresError, ResumeError, StateError
+from lmres.adapters.resume.standing import Asker, CanNotSave, Standing
+from lmres.errors import LmresError, ResumeError, StateError, VaultError
+
+if TYPE_CHECKING:
+    from lmres.adapters.replay.player import Player
 
 RESERVE_ROOM = 1.25
 RESERVE_EXTRA_BYTES = 256 * 1024
@@ -52,6 +57,7 @@ class _Capture:
     grant: Any
     step: int
     layout: Any
+    equals: str
     log_length: int
     copy: Any
     blocked_s: float
@@ -66,6 +72,7 @@ class Report(Protocol):
     def nonfinite(self, step: int) -> None: ...
     def off(self, reason: str) -> None: ...
     def armed(self, adapter: str, parts: list[str]) -> None: ...
+    def replays(self, covered: int, modules: int, reason: str) -> None: ...
 
 
 class StateKeeper:
@@ -80,10 +87,15 @@ class StateKeeper:
         restored: Any,
         loaders: Loaders,
         report: Report,
+        asker: Asker | None = None,
     ) -> None:
-        """``vault``: a ``WorkerVault``. ``restored``: what it has for this generation, None at the beginning."""
+        """``vault``: a ``WorkerVault``. ``restored``: what it has for this generation, None at the beginning.
+        ``asker``: who may ask to stand still."""
         from lmres.adapters.capture import copy as copying
         from lmres.adapters.capture.collect import Collector
+        from lmres.adapters.capture.equals import Equals
+        from lmres.adapters.replay import machine
+        from lmres.adapters.replay.player import Player
 
         self.states: dict[str, Any] = {}
         """What the program has added, by name."""
@@ -96,8 +108,14 @@ class StateKeeper:
         self._restored = restored
         self._loaders = loaders
         self._report = report
+        self._standing = Standing(asker) if asker is not None else None
+        self._saved_step = self._spoilt_step = -1
         self._copier = copying.Copier()
         self._collector = Collector()
+        self._equals = Equals(lambda: machine.kind(torch))
+        self._player: Player | None = None
+        if settings.replay_every:
+            self._player = Player(torch, settings.replay_every, tell=vault.replayed, covered=report.replays)
         self._pace = Pace(settings.interval_steps, settings.overhead_budget)
         self._constants = Constants()
         self._first_values: dict[str, Any] = {}
@@ -190,9 +208,32 @@ class StateKeeper:
         if self._last_boundary is not None:
             self._pace.step_took(now - self._last_boundary)
         self._last_boundary = now
+        player = self._player
+        if player is not None:
+            self._aside(player.end_looking)
         if self._pace.is_due(step) or self.capture_next or self._asked is None:  # memory is asked for at once
             self.capture_next = False
             self._guarded(lambda: self._capture(step, arguments))
+        if player is not None:
+            kept = rng.kept_rng(self._torch)
+            self._aside(lambda: player.at_boundary(step, self._engine.roots, arguments, kept))
+        standing = self._standing
+        if standing is not None and standing.is_asked(step):
+            self._guarded(lambda: standing.stand(step, lambda: self._save(step, arguments)))
+            self._last_boundary = time.perf_counter()
+
+    def _save(self, step: int, arguments: tuple[Any, Any]) -> bool:
+        """Captures this very step, whatever the interval, and seals it at once; False: not yet."""
+        if self._pending is None or self._pending.step != step:
+            self._capture(step, arguments)
+        if self._pending is None:
+            if self._vault.gate > step:
+                raise CanNotSave(not_before=self._vault.gate)
+            return False
+        self._seal()
+        if self._spoilt_step == step:
+            raise CanNotSave(problem=f"the state of step {step} is not finite")
+        return self._saved_step == step
 
     def before_step(self) -> None:
         if self._pending is not None:
@@ -206,6 +247,15 @@ class StateKeeper:
             except Exception as error:
                 self._pending = None
                 self._engine.give_up(str(error) if isinstance(error, LmresError) else f"capturing failed: {error!r}")
+
+    def _aside(self, work: Callable[[], None]) -> None:
+        """A part of ours that the protection can do without."""
+        with self._engine.ours:
+            try:
+                work()
+            except Exception as error:
+                self._player = None
+                self._report.replays(0, 0, f"it failed: {error!r:.300}")
 
     def _capture(self, step: int, arguments: tuple[Any, Any]) -> None:
         from lmres.adapters.capture.image import plan_layout
@@ -221,9 +271,7 @@ class StateKeeper:
         if not self._fits(layout):
             if grant is not None:
                 self._vault.discard(grant)
-            own = int(layout.own_bytes * RESERVE_ROOM) + RESERVE_EXTRA_BYTES
-            self._asked = (layout.shared_bytes, own)
-            self._vault.reserve(shared_bytes=layout.shared_bytes, own_bytes=own)
+            self._ask(layout.shared_bytes, layout.own_bytes)
             return
         if grant is None or len(grant.own) < layout.own_bytes or len(grant.shared) < layout.shared_bytes:
             return
@@ -233,10 +281,17 @@ class StateKeeper:
             grant=grant,
             step=step,
             layout=layout,
+            equals=self._equals.text(layout, snapshot.meta["items"]),
             log_length=journal.length if journal is not None else 0,
             copy=self._copier.start(snapshot, layout, shared=grant.shared, own=grant.own),
             blocked_s=blocked_s,
         )
+
+    def _ask(self, shared_bytes: int, own_bytes: int) -> None:
+        """For memory, with some to spare."""
+        own = int(own_bytes * RESERVE_ROOM) + RESERVE_EXTRA_BYTES
+        self._asked = (shared_bytes, own)
+        self._vault.reserve(shared_bytes=shared_bytes, own_bytes=own)
 
     def _fits(self, layout: Any) -> bool:
         asked = self._asked
@@ -249,6 +304,7 @@ class StateKeeper:
         if copied.torn or not copied.finite:
             self._vault.discard(pending.grant)
             if not copied.finite:
+                self._spoilt_step = pending.step
                 self._report.nonfinite(pending.step)
             return
         blocking_ms = pending.blocked_s * 1000 + copied.blocking_ms
@@ -259,9 +315,12 @@ class StateKeeper:
             own_length=pending.layout.own_bytes,
             log_length=pending.log_length,
             finite=copied.finite,
+            all_finite=copied.all_finite,
+            layout=pending.equals,
             topology=self._settings.topology,
             blocking_ms=blocking_ms,
         )
+        self._saved_step = pending.step
         self._pace.capture_took(blocking_ms / 1000)
         if not self._armed:
             self._armed = True
@@ -353,6 +412,8 @@ class StateKeeper:
         self._engine.iterators = int(then["iterators"])
         self._engine.journal = Journal(self._vault.log, self._restored.log_length)
         restored = self._restored
+        with contextlib.suppress(VaultError):  # the next capture finds the same, and says so
+            self._ask(len(restored.shared), len(restored.own))  # now, so that the next step is captured already
         self._report.restored(step, restored.source, restored.bytes, (time.perf_counter() - began) * 1000)
 
     def _state_at_arrival(self, held: frames.Held, arguments: tuple[Any, Any]) -> Any:

@@ -17,7 +17,8 @@ Resume = Literal["auto", "framework", "env", "fast_forward", "none"]
 class Settings:
     """``resume_step`` 0: from the beginning. ``interval_steps`` 0: measured, within ``overhead_budget``.
 
-    ``topology`` is compared with the one of a state before it is used.
+    ``topology`` is compared with the one of a state before it is used. ``replay_every``: steps between two replays of a
+    part of the model, 0 for none.
     """
 
     vault: str
@@ -28,6 +29,7 @@ class Settings:
     interval_steps: int
     overhead_budget: float
     topology: str
+    replay_every: int = 0
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

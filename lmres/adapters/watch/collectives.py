@@ -63,17 +63,12 @@ class Collectives:
         library = self._torch.library.Library("_c10d_functional", "IMPL")
         self.libraries.append(library)
         op = self._torch.ops._c10d_functional.wait_tensor.default
-        watch, key, codes = self._watch, self._key, self._watch.codes
+        watch, key = self._watch, self._key
 
         def wait(keyset: Any, *args: Any) -> Any:
             if not watch.on or get_ident() != watch.main:
                 return op.redispatch(keyset.remove(key), *args)
-            depth = len(codes)
-            try:
-                watch.enter(COLLECTIVE)
-                return op.redispatch(keyset.remove(key), *args)
-            finally:
-                watch.leave(depth)
+            return watch.within(COLLECTIVE, op.redispatch, (keyset.remove(key), *args), {})
 
         library.impl("wait_tensor", wait, _KEY, with_keyset=True)
 
@@ -81,7 +76,7 @@ class Collectives:
         return bool(self._torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
 
     def _kernel(self, op: Any, name: str, group_at: int, flag_at: int) -> Callable[..., Any]:
-        watch, key, codes, note = self._watch, self._key, self._watch.codes, self._note
+        watch, key, note = self._watch, self._key, self._note
         encoded = name.encode()[:OP_BYTES]
         counts = name not in NOT_COUNTED
         tensor_at = 1 if name in _SECOND else 0
@@ -92,16 +87,11 @@ class Collectives:
             keyset = keyset.remove(key)
             if not watch.on:
                 return op.redispatch(keyset, *args, **kwargs)
-            depth = len(codes)
-            group, number = note(encoded, args, group_at, tensor_at, counts, typed)
+            group, number, on_host = note(encoded, args, group_at, tensor_at, counts, typed)
             if group is None or get_ident() != watch.main:
                 return op.redispatch(keyset, *args, **kwargs)
-            try:
-                watch.enter(COLLECTIVE)
-                result = op.redispatch(keyset, *args, **kwargs)
-            finally:
-                watch.leave(depth)
-            if number and _on_host(args[tensor_at]):
+            result = watch.within(COLLECTIVE, op.redispatch, (keyset, *args), kwargs)
+            if number and on_host:  # on a device, what was waited for may only be ordered
                 if blocking:
                     watch.over(group, number)
                 elif flag_at < len(args) and args[flag_at] is False:
@@ -112,19 +102,20 @@ class Collectives:
 
     def _note(
         self, op: bytes, args: Any, group_at: int, tensor_at: int, counts: bool, typed: bool
-    ) -> tuple[Group | None, int]:
+    ) -> tuple[Group | None, int, bool]:
+        """The group (None: of this rank alone), the operation's number, and whether its tensors are the host's."""
         try:
             self._watch.sync = None
             process_group = self._unbox(args[group_at])
             key = (process_group.group_name, process_group.size())
             group = self._groups[key] if key in self._groups else self._new_group(key, process_group)
             if group is None:
-                return None, 0
-            shape = self._shape(args[tensor_at], typed)
-            return group, self._watch.entered(group, op, shape, counts=counts)
+                return None, 0, False
+            shape, on_host = self._look(args[tensor_at], typed)
+            return group, self._watch.entered(group, op, shape, counts=counts), on_host
         except Exception as error:
             self._watch.failed(error)
-            return None, 0
+            return None, 0, False
 
     def _new_group(self, key: tuple[str, int], process_group: Any) -> Group | None:
         """None for a group of one."""
@@ -136,15 +127,15 @@ class Collectives:
         self._groups[key] = group
         return group
 
-    def _shape(self, tensors: Any, typed: bool) -> bytes:
+    def _look(self, tensors: Any, typed: bool) -> tuple[bytes, bool]:
         while isinstance(tensors, (list, tuple)):
             if not tensors:
-                return b""
+                return b"", False
             tensors = tensors[0]
         if self._modes():  # the program looks at what is done with tensors: this is not the program's
             with self._torch._C.DisableTorchFunction():
-                return self._text(tensors, typed)
-        return self._text(tensors, typed)
+                return self._text(tensors, typed), tensors.is_cpu
+        return self._text(tensors, typed), tensors.is_cpu
 
     def _text(self, tensor: Any, typed: bool) -> bytes:
         key = (tensor.dtype, None if typed else tensor.shape)
@@ -164,12 +155,3 @@ def _names(torch: Any, library: str) -> list[str]:
     start = f"{library}::"
     found = {name[len(start) :] for name in torch._C._dispatch_get_all_op_names() if name.startswith(start)}
     return sorted(name for name in found if "." not in name)
-
-
-def _on_host(tensors: Any) -> bool:
-    """Whether an operation that was waited for is over then: on a device it may only be ordered."""
-    while isinstance(tensors, (list, tuple)):
-        if not tensors:
-            return False
-        tensors = tensors[0]
-    return bool(tensors.device.type == "cpu")

@@ -14,6 +14,7 @@ When a process forks, the child's watch is off and its page is its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -48,7 +49,7 @@ from lmres.adapters.bootstrap.session import Session
 from lmres.scout.sighting import PHASES
 
 START, USER, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, LOADER, CHECKPOINT_IO = range(8)
-assert PHASES == ("start", "user", "forward", "backward", "optimizer", "collective", "loader", "checkpoint_io")
+assert PHASES == ("start", "user", "forward", "backward", "optimizer", "collective", "loader", "checkpoint_io", "end")
 _NOT_TIMED = 0
 _LEARNING = (FORWARD, BACKWARD, OPTIMIZER)
 
@@ -118,15 +119,41 @@ class Watch:
             raise error
         if self.on:
             self.on = False
-            try:
+            with contextlib.suppress(Exception):
                 ARMED.pack_into(self._page, ARMED_AT, 0)
-            finally:
+            with contextlib.suppress(Exception):
                 self._on_off(f"{type(error).__name__}: {error}")
 
     # -- phases -------------------------------------------------------------------------------------------------------
 
-    def enter(self, code: int) -> None:
-        """The main thread begins ``code``. Whoever calls it has noted ``len(codes)`` before, for ``leave``."""
+    def within(self, code: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``function`` as a phase of the main thread."""
+        depth = len(self.codes)
+        try:
+            self._enter(code)
+            return function(*args, **kwargs)
+        finally:
+            try:
+                self._leave(depth)
+            except BaseException:
+                self._mend(depth)
+                raise
+
+    def within_backward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Also: from the last collective of a backward to its end it has waited for the others."""
+        depth = len(self.codes)
+        began_ns = time.monotonic_ns()
+        try:
+            self._enter(BACKWARD)
+            return function(*args, **kwargs)
+        finally:
+            try:
+                self._leave(depth, began_ns)
+            except BaseException:
+                self._mend(depth)
+                raise
+
+    def _enter(self, code: int) -> None:
         try:
             now = time.monotonic_ns()
             timed = self._timed[-1]
@@ -141,28 +168,29 @@ class Watch:
         except Exception as error:
             self.failed(error)
 
-    def leave(self, depth: int) -> None:
-        """The main thread is back where ``depth`` phases were entered."""
+    def _leave(self, depth: int, backward_ns: int = 0) -> None:
+        """Back to where ``depth`` phases were entered; ``backward_ns``: when the backward began that is left."""
         try:
             now = time.monotonic_ns()
             timed = self._timed[-1]
             if timed:
                 self._spend(timed, now - self._since)
+            elif backward_ns:
+                self._wait_of_backward(backward_ns, now)
             self._since = now
             del self.codes[depth:], self._timed[depth:]
             EVENT_PHASE.pack_into(self._page, EVENT_AT, next(self._events), now, self.codes[-1], now)
         except Exception as error:
             self.failed(error)
 
-    def leave_backward(self, depth: int, began_ns: int) -> None:
-        """Also: from the last collective of this backward to its end it has waited for the others."""
+    def _mend(self, depth: int) -> None:
+        """A signal handler of the program's raised in the middle of leaving."""
+        del self.codes[depth:], self._timed[depth:]
+
+    def _wait_of_backward(self, began_ns: int, now: int) -> None:
         entered_ns, waited_ns = self._last_entry
-        if entered_ns > began_ns and self.on:
-            now = time.monotonic_ns()
-            rest = now - entered_ns - (self._times[COLLECTIVE] - waited_ns)
-            if rest > 0 and not self._timed[-1]:
-                self._spend(COLLECTIVE, rest)
-        self.leave(depth)
+        if entered_ns > began_ns:
+            self._spend(COLLECTIVE, max(0, now - entered_ns - (self._times[COLLECTIVE] - waited_ns)))
 
     def _spend(self, timed: int, spent_ns: int) -> None:
         times = self._times
@@ -195,11 +223,14 @@ class Watch:
 
     def over(self, group: Group, number: int) -> None:
         """An operation is known to be over."""
-        with self._lock:
-            group.left = max(group.left, number)
-            if group.slot >= 0:
-                at = GROUP_AT + group.slot * GROUP_BYTES
-                GROUP.pack_into(self._page, at, group.written, group.entered, group.left)
+        try:
+            with self._lock:
+                group.left = max(group.left, number)
+                if group.slot >= 0:
+                    at = GROUP_AT + group.slot * GROUP_BYTES
+                    GROUP.pack_into(self._page, at, group.written, group.entered, group.left)
+        except Exception as error:
+            self.failed(error)
 
     def _place(self, group: Group) -> None:
         """A place in the table: a new one, or that of the group unused longest."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable
 from threading import get_ident
 from types import ModuleType
@@ -41,6 +40,8 @@ _WAITING = (
 
 
 def install(torch: Any, watch: Watch) -> None:
+    _skip_in_compiler(Watch.within.__code__)
+    _skip_in_compiler(Watch.within_backward.__code__)
     _forwards(torch, watch)
     _backwards(torch, watch)
     _optimizers(torch, watch)
@@ -83,12 +84,7 @@ def _phase(watch: Watch, original: Any, code: int) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not watch.on or get_ident() != main or codes[-1] == code:
             return original(*args, **kwargs)
-        depth = len(codes)
-        try:
-            watch.enter(code)
-            return original(*args, **kwargs)
-        finally:
-            watch.leave(depth)
+        return watch.within(code, original, args, kwargs)
 
     return _layer(original, call)
 
@@ -118,12 +114,7 @@ def _forwards(torch: Any, watch: Watch) -> None:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not watch.on or codes[-1] == FORWARD or codes[-1] == BACKWARD or get_ident() != main:
             return original(self, *args, **kwargs)
-        depth = len(codes)
-        try:
-            watch.enter(FORWARD)
-            return original(self, *args, **kwargs)
-        finally:
-            watch.leave(depth)
+        return watch.within(FORWARD, original, (self, *args), kwargs)
 
     base.__call__ = _layer(original, __call__)
 
@@ -135,13 +126,7 @@ def _backwards(torch: Any, watch: Watch) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not watch.on or get_ident() != main or codes[-1] == BACKWARD:
                 return original(*args, **kwargs)
-            depth = len(codes)
-            began = time.monotonic_ns()
-            try:
-                watch.enter(BACKWARD)
-                return original(*args, **kwargs)
-            finally:
-                watch.leave_backward(depth, began)
+            return watch.within_backward(original, args, kwargs)
 
         return _layer(original, call)
 
@@ -192,22 +177,18 @@ def _then(watch: Watch, names: tuple[str, ...], made: dict[int, Any]) -> Callabl
 
 
 def _waits(torch: Any, watch: Watch) -> None:
-    codes, main = watch.codes, watch.main
     for kind in (torch.distributed.Work, torch.futures.Future):
-        kind.wait = _wait(watch, codes, main, kind.wait)
+        kind.wait = _wait(watch, kind.wait)
 
 
-def _wait(watch: Watch, codes: list[int], main: int, original: Any) -> Any:
+def _wait(watch: Watch, original: Any) -> Any:
+    main = watch.main
+
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not watch.on or get_ident() != main:
             return original(self, *args, **kwargs)
         sync, watch.sync = watch.sync, None
-        depth = len(codes)
-        try:
-            watch.enter(COLLECTIVE)
-            result = original(self, *args, **kwargs)
-        finally:
-            watch.leave(depth)
+        result = watch.within(COLLECTIVE, original, (self, *args), kwargs)
         if sync is not None:
             watch.over(*sync)
         return result

@@ -130,6 +130,11 @@ class WorkerVault:
             return None
         return grant
 
+    @property
+    def gate(self) -> int:
+        """No earlier step is captured, as the group has agreed."""
+        return self._gate
+
     def seal(
         self,
         grant: Grant,

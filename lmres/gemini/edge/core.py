@@ -40,6 +40,7 @@ from lmres.gemini.watermark import Report, Verdict
 _FREEZE_WAIT_S = 2.0
 _SCAN_S = 10.0
 _POLL_S = 0.005
+_TELL_S = 1.0
 
 
 class VaultCore:
@@ -59,6 +60,8 @@ class VaultCore:
         self._links: set[WorkerLink] = set()
         self._waiting: list[Callable[[], bool]] = []
         self._polling = False
+        self._verified_s = -_TELL_S
+        self._anchor: Key | None = None
         options = services.options
         self.parts = self._serve_parts(options.address)
         self.replicas = Replicas(services, local_passed=self._local_passed, on_change=self.changed)
@@ -343,10 +346,7 @@ class VaultCore:
         return rank.last_step, keys
 
     def _on_verdict(self, verdict: Verdict, gate_moved: bool) -> None:
-        if verdict.verified:
-            self.replicas.verified(verdict.verified)
-            for rank in self.ranks.values():
-                rank.verified(verdict.verified)
+        self._mark_verified(verdict)
         if verdict.safe is not None and not self.ever:
             self.ever = True
             self._services.tell("safe", {})
@@ -360,6 +360,21 @@ class VaultCore:
         if verdict.delete:
             self.persister.delete(verdict.delete)
         self.changed()
+
+    def _mark_verified(self, verdict: Verdict) -> None:
+        if verdict.verified:
+            self.replicas.verified(verdict.verified)
+            for rank in self.ranks.values():
+                rank.verified(verdict.verified)
+        newest, now_s = max(verdict.verified, default=None), time.monotonic()
+        if newest is not None and self._verified_s + _TELL_S <= now_s:
+            self._verified_s = now_s
+            self._services.tell("verified", {"step": newest.step, "origin": newest.origin, "checks": ["state"]})
+        anchor = verdict.anchor
+        if anchor is not None and anchor != self._anchor:
+            self._anchor = anchor
+            checks = ["state", "replay"]
+            self._services.tell("verified", {"step": anchor.step, "origin": anchor.origin, "checks": checks})
 
     def _send_gate(self) -> None:
         for link in self._links:

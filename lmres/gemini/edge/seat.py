@@ -199,9 +199,7 @@ class Seat:
             "ranks": list(finding.ranks),
             "what": finding.what,
             "trusted": None if finding.trusted is None else list(finding.trusted),
-            "from_start": self._hub is not None
-            and self._hub.certifier is not None
-            and self._hub.certifier.base is None,
+            "from_start": finding.from_start,
             "then": then[0] if then is not None else finding.key.origin,
         }
         self._services.log(f"equals differ: {fields}")

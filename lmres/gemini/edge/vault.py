@@ -7,7 +7,8 @@ Rules:
 3. What the vault tells by itself comes as calls of ``on_event(kind, fields)`` from a thread of this module. Kinds:
    ``captured``, ``safe`` (for the first time), ``restored``, ``problem``, ``refused`` (no memory for a rank: the
    numbers), ``no_room`` (for keys that are kept), ``copies`` (how many there are of how many wanted), ``durable``,
-   ``covered`` and ``corruption`` (from the hub only: ``certify``), and at last ``gone``.
+   ``verified`` (about once a second), ``covered`` and ``corruption`` (from the hub only: ``certify``), and at last
+   ``gone``.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lmres.adapters.bootstrap import bootstrap_env
@@ -25,7 +26,7 @@ from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.edge.workers.stop import StopReport, stop_workers
 from lmres.rendezvous.edge.workers.warm import WarmPool, names_of_report
 from lmres.rendezvous.plan import Cause, ExceptionInfo
-from lmres.rendezvous.state import Banned, Evidence, Member
+from lmres.rendezvous.state import Banned, Evidence, Member, Paused
 from lmres.scout.evidence import Finding, classify_exception, classify_exit
 
 log = logging.getLogger("lmres")
@@ -85,13 +86,22 @@ class Crew:
         self.succeeded = 0
         self.faults: tuple[Evidence, ...] = ()
         self.banned: tuple[Banned, ...] = ()
+        self.paused: Paused | None = None
+        """Where the workers of this generation stand, while they are asked to."""
+        self._pause_at: int | None = None
+        self._standing: dict[int, int] = {}
+        self._unprotected: set[int] = set()
         self._restored: tuple[int, int] | None = None
         self._origin = 0
         self._expected = 0
         self._statuses: dict[int, int] = {}
         self._attached: set[int] = set()
+        self.stacks: dict[int, tuple[int, int]] = {}
+        """By pid: the signal that a worker answers with its stacks, and its descriptor that they go to."""
         self._reports: set[int] = set()
         self._holding: set[int] = set()
+        self.watch_reports: dict[int, dict[str, Any]] = {}
+        """By pid, what the workers of this generation have said about being watched."""
         self._stopper: threading.Thread | None = None
         self._stopping = False
         self._cleaned: set[int] = set()
@@ -129,7 +139,11 @@ class Crew:
                 self._guardian.unregister(worker.pid)
             self.started_ms = self.stopped_ms = self._killed_s = None
             self._statuses, self._attached, self._reports, self._holding = {}, set(), set(), set()
+            self.watch_reports = {}
+            self.stacks = {}
             self._stopping = self._open = self._success_shown = False
+            self._pause_at = self.paused = None
+            self._standing, self._unprotected = {}, set()
             self._stopper = None
             self._cleaned = set()
             # Last: whoever sees the new number must not see what belonged to the old one.
@@ -149,6 +163,21 @@ class Crew:
         if stopper is not None and stopper.is_alive():
             return True
         return any(w.exit_status() is None for w in self.monitor.workers())
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the workers have been told to end."""
+        return self._stopping
+
+    @property
+    def attached_pids(self) -> frozenset[int]:
+        """Workers of this generation in which the bootstrap runs."""
+        return frozenset(self._attached)
+
+    @property
+    def excused_pids(self) -> frozenset[int]:
+        """Workers of this generation that have failed, and hold or end: that they do not move means nothing."""
+        return frozenset(self._reports | self._holding)
 
     @property
     def step(self) -> int | None:
@@ -236,11 +265,67 @@ class Crew:
         if stopper is not None:
             stopper.join(timeout_s)
 
+    # -- standing still -----------------------------------------------------------------------------------------------
+
+    def pause(self, step: int | None) -> None:
+        """Asks the workers to stand still at the boundary of this step, 1 for the next one; None: to go on.
+
+        How far they may come is told from what they have done *after* they were asked.
+        """
+        if step == self._pause_at:
+            return
+        with self._lock:
+            self._pause_at = step
+            workers = self.monitor.workers(self.generation)
+            for worker in workers:
+                worker.progress.pause(step or 0)
+            if step is None:
+                self.paused, self._standing = None, {}
+            elif self.paused is None:
+                done = max((w.progress.read()[0] for w in workers), default=0)
+                base = self._restored[0] if self._restored is not None else 0
+                self.paused = self._paused(reach=max(done, base, 1) + 1)
+        self._judge_pause()
+
+    def _paused(self, reach: int) -> Paused:
+        me = self._me()
+        return Paused(generation=self.generation, node_id=me.node_id, incarnation=me.incarnation, reach=reach)
+
+    def _stands(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        """A worker stands at a boundary, its state saved, or says why it can not."""
+        step, not_before, problem = message.get("step"), message.get("not_before"), message.get("problem")
+        if worker.place.generation != self.generation or self.paused is None or not isinstance(step, int):
+            return
+        with self._lock:
+            if problem:
+                self.paused = replace(self.paused, problem=f"rank {worker.place.rank}: {str(problem)[:200]}")
+            elif isinstance(not_before, int) and not_before > 0:
+                self.paused = replace(self.paused, reach=max(self.paused.reach, not_before))
+            else:
+                self._standing[worker.pid] = step
+        self._judge_pause()
+
+    def _judge_pause(self) -> None:
+        with self._lock:
+            if self.paused is None:
+                return
+            workers = self.monitor.workers(self.generation)
+            out = [w for w in workers if w.pid in self._unprotected or w.exit_status() is not None]
+            if out and not self.paused.problem:
+                problem = f"rank {out[0].place.rank} has ended, or its state is not protected"
+                self.paused = replace(self.paused, problem=problem)
+            steps = {self._standing.get(w.pid) for w in workers}
+            all_stand = len(workers) == self._expected and steps == {self._pause_at}
+            self.paused = replace(self.paused, step=self._pause_at if all_stand else None)
+        self._on_change()
+
     # -- what the workers tell ----------------------------------------------------------------------------------------
 
     def _started(self, worker: WorkerProcess) -> None:
         self._guardian.register(worker.pid)
         self._on_start()
+        if self._pause_at is not None:
+            worker.progress.pause(self._pause_at)
         if self._stopping:
             self.stop()  # a newer plan came while torch was starting this generation
         if len(self.monitor.workers(self.generation)) == self._expected:
@@ -255,14 +340,33 @@ class Crew:
             learned = kind == "modules" and self._warm.learn(names_of_report(message))
             if learned or kind == "first_step":  # training goes on: the cores have time for imports again
                 self._warm.refill()
+        if kind == "watch" and message.get("armed") is True:
+            self._note_stacks(worker, message)
+        if kind == "watch":
+            self.watch_reports[worker.pid] = message
         if kind == "holding":
             self._holding.add(worker.pid)
+        if kind == "paused":
+            self._stands(worker, message)
+        if kind == "protection":
+            if message.get("armed") is not True:
+                self._unprotected.add(worker.pid)
+            self._judge_pause()
         if kind == "exception":
             self._ban_unreadable(message)
             self._exception(worker, message)
         if kind == "nonfinite":
             self._ban_nonfinite(worker, message)
         self._on_note(worker, message)
+
+    def _note_stacks(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        number, fd = message.get("signal"), message.get("stacks_fd")
+        if isinstance(number, int) and isinstance(fd, int) and number > 0 <= fd:
+            self.stacks[worker.pid] = (number, fd)
+
+    def has_reported(self, pid: int) -> bool:
+        """Whether this worker has told of an exception that ends it."""
+        return pid in self._reports
 
     def _ban_unreadable(self, message: dict[str, Any]) -> None:
         restored = self._restored
@@ -335,7 +439,8 @@ class Crew:
         """Keeps evidence for the protocol to send. ``more``: further fields of ``Evidence``."""
         me = self._me()
         with self._lock:
-            mine = [e for e in self.faults if e.generation == self.generation]
+            alike = more.get("reaction", "recover")  # what is only told must not leave a failure unheard
+            mine = [e for e in self.faults if e.generation == self.generation and e.reaction == alike]
             if len(mine) >= MAX_FAULTS_PER_GENERATION:
                 return
             evidence = Evidence(

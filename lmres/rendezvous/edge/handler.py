@@ -169,11 +169,7 @@ def refuse_unavailable(policy: Policy, source: str) -> None:
 def warn_of_idle_settings(policy: Policy) -> None:
     """Settings that were given and do nothing yet are said aloud."""
     mine, default = policy_to_dict(policy), policy_to_dict(Policy())
-    idle = [
-        line
-        for section in ("checkpoint", "detection", "quorum")
-        for line in diff_policies({section: mine[section]}, {section: default[section]})
-    ]
+    idle = diff_policies({"quorum": mine["quorum"]}, {"quorum": default["quorum"]})
     if policy.observe.prometheus_port:
         idle.append("observe.prometheus_port")
     if policy.workers.resume not in ("auto", "none"):

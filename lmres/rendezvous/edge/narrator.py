@@ -17,6 +17,7 @@ from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.rounds import End, Note, Outcome
 from lmres.rendezvous.state import Recovered
+from lmres.scout.consensus import ranks
 
 log = logging.getLogger("lmres")
 
@@ -136,6 +137,13 @@ class Narrator:
                 reason="attached",
                 rank=worker.place.rank,
             )
+        elif kind == "watch" and message.get("armed") is False:
+            reason = str(message.get("reason", "unknown"))[:2000]
+            parts = ["hang", "desync", "straggler"]
+            self._events.emit(
+                "protection_off", generation, adapter="watch", parts=parts, reason=reason, rank=worker.place.rank
+            )
+            log.warning("rank %s is not watched: %s", worker.place.rank, reason)
         elif kind in ("captured", "restored", "protection"):
             self._state_note(worker, message, generation)
         elif kind == "first_step" and isinstance(message.get("step"), int):
@@ -162,7 +170,8 @@ class Narrator:
         else:
             parts = {"adapter": "pytorch", "parts": ["checkpoint"], "reason": "unknown"}
             self._events.emit("protection_off", generation, **{**parts, **fields, "rank": rank})
-            log.warning("rank %s: the training state is not protected: %s", rank, fields.get("reason"))
+            what = "what it computes is not compared" if "parts" in fields else "the training state is not protected"
+            log.warning("rank %s: %s: %s", rank, what, fields.get("reason"))
 
     def vault_note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """What the vault tells, in its thread."""
@@ -174,6 +183,27 @@ class Narrator:
         elif kind == "copies":
             reason = f": {fields['reason']}" if fields.get("reason") else ""
             log.info("vault: %s of %s copies of the state are kept%s", fields.get("held"), fields.get("wanted"), reason)
+        elif kind == "verified":
+            told = {name: fields.get(name) for name in ("step", "origin", "checks")}
+            self._events.emit("checkpoint_verified", generation, **told)
+        elif kind == "covered":
+            self._covered_note(fields, generation)
+        elif kind == "no_room":
+            reason = f"no state is kept for what replay certifies: {fields.get('reason')}"
+            log.warning("vault: %s", reason)
+            self._events.emit("protection_off", generation, adapter="vault", parts=["anchor"], reason=reason)
+
+    def _covered_note(self, fields: Mapping[str, Any], generation: int) -> None:
+        """From the hub: whose states, or replays, can be compared."""
+        what = "the state is" if fields["check"] == "state" else "replayed parts of the model are"
+        if fields["ranks"]:
+            reason = f"{what} compared between {ranks(fields['ranks'])}"
+            self._events.emit("protection_armed", generation, adapter="vault", parts=["corruption"], reason=reason)
+        if fields["alone"]:
+            why = fields["reason"] or "nobody else has the same"
+            reason = f"{what} not compared with anybody's on {ranks(fields['alone'])}: {why}"
+            log.info("vault: %s", reason)
+            self._events.emit("protection_off", generation, adapter="vault", parts=["corruption"], reason=reason)
 
     def _mark(self, outcome: Outcome, crew: Crew) -> None:
         """Keeps the moments of a recovery, and reports it when the new workers have made their first step."""

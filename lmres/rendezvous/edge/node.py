@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmres.adapters.bootstrap import protect
 from lmres.errors import ConfigError, ExitCode, LmresError, StoreError, StoreLost
@@ -35,9 +36,9 @@ from lmres.rendezvous.codec import to_plain
 from lmres.rendezvous.edge import safekeeping, torch_agent
 from lmres.rendezvous.edge.connect import connect
 from lmres.rendezvous.edge.crew import Crew, now_ms
+from lmres.rendezvous.edge.detectors import Detectors
 from lmres.rendezvous.edge.driver import LEAVE_S, Driver
 from lmres.rendezvous.edge.events import EventLog
-from lmres.rendezvous.edge.fitness import Fitness
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
 from lmres.rendezvous.edge.master_port import MasterPort
 from lmres.rendezvous.edge.narrator import Narrator
@@ -93,7 +94,6 @@ class Node:
         self._token = uuid.uuid4().hex
         self._warm: WarmPool | None = None
         self._safe: safekeeping.Safekeeping | None = None
-        self._fitness: Fitness | None = None
         self._parked = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -188,7 +188,7 @@ class Node:
                 me=lambda: self._agent.me,
                 local_world_size=local_world_size,
                 state_dir=self.state_dir,
-                on_event=self._narrator.vault_note,
+                on_event=self._vault_told,
                 poke=self._poke,
             )
             self._safe.start()
@@ -204,38 +204,35 @@ class Node:
             on_error=self._fail,
             on_start=on_worker_start,
         )
+        self._detectors = Detectors(
+            self.policy,
+            on=self._attach and self.policy.detection.enabled,
+            agent=self._agent,
+            crew=self._crew,
+            guardian=self._guardian,
+            events=self.events,
+            run_id=self.options.run_id,
+            state_dir=self.state_dir,
+            local_world_size=local_world_size,
+            poke=self._poke,
+        )
         self._guardian.start()
-        self._start_health()
         self._crew.start()
         self._neighbours.start()
         atexit.register(self.close, "exit")
         self._control = threading.Thread(target=self._run, name="lmres-control", daemon=True)
         watch = threading.Thread(target=self._guarded(self._watch), name="lmres-watch", daemon=True)
         pulse = threading.Thread(target=self._guarded(self._pulse), name="lmres-pulse", daemon=True)
-        for thread in (self._control, watch, pulse):
+        pulse.start()
+        self._detectors.start()  # may take a while: the guardian must not think that this process is frozen
+        for thread in (self._control, watch):
             thread.start()
-        self._say_what_is_missing()
 
-    def _start_health(self) -> None:
-        """Looks at this host once before it asks for a place; then from time to time."""
-        if self._attach and self.policy.detection.enabled:
-            self._fitness = Fitness(
-                self.policy.detection.health,
-                run_id=self.options.run_id,
-                me=lambda: self._agent.me,
-                state_dir=self.state_dir,
-                guardian=self._guardian,
-                events=self.events,
-                generation=lambda: self._crew.generation,
-                poke=self._poke,
-            )
-            self._fitness.start()
-
-    def _say_what_is_missing(self) -> None:
-        """The policy's parts that this version does not have yet: said once, not passed over."""
-        if self._attach and self.policy.detection.enabled:
-            reason = "not part of this version: hangs, stragglers and corruption are not noticed"
-            self.events.emit("protection_off", 0, adapter="none", parts=["detection"], reason=reason)
+    def _vault_told(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """In the vault's thread."""
+        self._narrator.vault_note(kind, fields)
+        if kind == "corruption":
+            self._detectors.accuse(fields)
 
     def next_group(self, restarts_left: int | None) -> Group | End:
         """Blocks until this node is in a formed group, or its end has come. Raises what ended the control thread."""
@@ -289,11 +286,11 @@ class Node:
             lambda: self._finish_unwatched(torch_state),
             lambda: self._say_goodbye(torch_state),
             self._crew.stop,
-            lambda: self._control.join(LEAVE_S + 2.0),
+            self._join_control,
             lambda: self._crew.join_stop(self.policy.workers.stop_grace_s + CLOSE_S),
             self._tell_left,
             self._crew.close,
-            self._close_health,
+            self._detectors.close,
             self._neighbours.close,
             self._close_vault,
             self._guardian.close,
@@ -317,13 +314,13 @@ class Node:
         self._closing.set()
         self._poke()
 
+    def _join_control(self) -> None:
+        if self._control.is_alive():  # not before the host has been looked at
+            self._control.join(LEAVE_S + 2.0)
+
     def _close_vault(self) -> None:
         if self._safe is not None:
             self._safe.close()
-
-    def _close_health(self) -> None:
-        if self._fitness is not None:
-            self._fitness.close()
 
     def _tell_left(self) -> None:
         me, leave = self._agent.me, self._leave
@@ -368,10 +365,12 @@ class Node:
         if self._safe is not None:
             self._safe.begin(safekeeping.scene_of(outcome.plan, outcome.slot, self._agent.view))
             env[protect.VARIABLE] = self._safe.settings(outcome.plan).encode()
+        env |= self._detectors.worker_env()
         self._narrator.formed(group.generation)
         plan = outcome.plan
         restored = (plan.recovery_step, plan.recovery_origin) if plan.recovery_step else None
         self._crew.begin(group.generation, self._local_world_size, env, restored=restored, origin=plan.origin)
+        self._detectors.begin(plan, group.slot)
         self._waiting = False
 
     def _worker_env(self, plan: Plan, group: Group) -> dict[str, str]:
@@ -495,7 +494,10 @@ class Node:
             banned=crew.banned,
             keeping=self._safe.keeping if self._safe is not None else None,
             broken=self._neighbours.broken,
-            health=self._fitness.record if self._fitness is not None else None,
+            paused=crew.paused,
+            sighting=self._detectors.sighting,
+            health=self._detectors.health,
+            paces=self._detectors.paces,
             leave=self._leave,
         )
 
@@ -510,8 +512,9 @@ class Node:
                 self._safe.mind(scene)
             if outcome.freeze is not None:
                 self._safe.freeze(outcome.freeze)
-        if self._fitness is not None and outcome.plan is not None:
-            self._fitness.follow(outcome.plan.generation)
+        if outcome.plan is not None and outcome.plan.generation == self._crew.generation:
+            self._crew.pause(outcome.pause)  # of an older generation the workers stand until they are stopped
+        self._detectors.follow(outcome)
         self._neighbours.follow(self._agent.me, self._agent.view.live_members())
         self._narrator.tell(outcome, self._crew)
         parked = outcome.standing == "standby" and outcome.plan is not None

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lmres.adapters.resume.settings import Settings
 from lmres.errors import LmresError, VaultError
@@ -23,7 +23,7 @@ from lmres.gemini.inventory import Holdings, topology_text
 from lmres.gemini.placement import Host, placement
 from lmres.gemini.restore import copies_of
 from lmres.gemini.session import Assignment, Peer, Prepare
-from lmres.policy import Policy
+from lmres.policy import Detection, Policy
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Keeping, Member, View
 
@@ -194,6 +194,7 @@ class Safekeeping:
             interval_steps=interval if isinstance(interval, int) else 0,
             overhead_budget=checkpoint.overhead_budget,
             topology=topology_text(nodes=len(plan.active), local_world_size=self._local_world_size),
+            replay_every=replays(self._policy.detection),
         )
 
     def close(self) -> None:
@@ -239,6 +240,8 @@ class Safekeeping:
                 durable_directory=directory,
                 durable_every=checkpoint.durable.interval_steps if directory is not None else None,
                 durable_keep=checkpoint.durable.keep,
+                compare=_compare(self._policy.detection),
+                anchors=replays(self._policy.detection) > 0,
             )
         return self._vault
 
@@ -329,7 +332,7 @@ class Safekeeping:
             return
         status = vault.status()
         copies, durable, safe = status["copies"], status["durable"], status["safe"]
-        newest = durable.get("newest")
+        newest, verified = durable.get("newest"), status.get("verified")
         self.keeping = Keeping(
             memory_bytes=status["memory_bytes"],
             memory_limit_bytes=status["memory_limit_bytes"],
@@ -337,6 +340,7 @@ class Safekeeping:
             copies=copies["held"],
             copies_wanted=copies["wanted"],
             durable_step=None if newest is None else newest[0],
+            verified_step=None if verified is None else verified[0],
             problem=str(
                 durable.get("problem") or "; ".join(p["problem"] for p in copies["peers"].values() if p["problem"])
             ),
@@ -360,6 +364,19 @@ def scene_of(plan: Plan, slot: int | None, view: View) -> Scene:
         domains={m.node_id: m.failure_domain for m in members},
         standbys=tuple(m.node_id for m in view.standbys()),
     )
+
+
+def _compare(detection: Detection) -> Literal["off", "report", "hold"]:
+    """A state that differs between equals is held back where something is done about it; else it is only told."""
+    if not detection.enabled:
+        return "off"
+    return "hold" if detection.corruption.action == "replace" else "report"
+
+
+def replays(detection: Detection) -> int:
+    """Steps between two replays; 0: none."""
+    corruption = detection.corruption
+    return corruption.interval_steps if detection.enabled and corruption.replay else 0
 
 
 def _standby_peers(scene: Scene) -> tuple[Peer, ...]:

@@ -82,14 +82,19 @@ class Checks:
         """What the checks say now. Those that take longer than ``wait_s`` are asked, and answer later (``answers``)."""
         for slow in self._slow:
             slow.ask()
-        readings = [_guarded("clock", self._read_clock), _guarded(kernel_log.CHECK, self._read_log)]
+        readings = [_guarded(kernel_log.CHECK, self._read_log)]
         if "memory" in self._checks:
             readings.append(_guarded("memory", lambda: health.memory_reading(readers.read_memory())))
+        return [*readings, *self.rates(), *self.answers(wait_s)]
+
+    def rates(self) -> list[Reading]:
+        """What follows from the last time to this."""
+        readings = [_guarded("clock", self._read_clock)]
         if "cpu" in self._checks:
             readings.append(_guarded("cpu", self._read_cpu))
         if "network" in self._checks:
             readings.append(_guarded("network", self._read_network))
-        return [*readings, *self.answers(wait_s)]
+        return readings
 
     def answers(self, wait_s: float = 0.0) -> list[Reading]:
         """What slow checks have said since they were last asked."""
@@ -309,11 +314,13 @@ class HealthWatch:
             self._on_change(verdict)
 
 
-def look_once(settings: Health, host: Host, wait_s: float = FIRST_S) -> list[Reading]:
-    """One round of all checks, for people."""
+def look_once(settings: Health, host: Host, wait_s: float = FIRST_S, *, apart_s: float = 0.5) -> list[Reading]:
+    """One round of all checks, for people; counters are read twice, ``apart_s`` one from the other."""
     checks = Checks(settings, host)
     try:
-        return checks.read(wait_s)
+        found = {r.check: r for r in checks.read(wait_s)}
+        time.sleep(apart_s)
+        return list({**found, **{r.check: r for r in checks.rates()}}.values())
     finally:
         checks.close()
 

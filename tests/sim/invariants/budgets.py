@@ -2,6 +2,7 @@
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Evidence
+from tests.sim.invariants.truth import seen_at_fault
 from tests.sim.oracle import Invariant
 from tests.sim.process import Process
 
@@ -16,7 +17,10 @@ class Budgets(Invariant):
                 for e in self.oracle.of_kind(Evidence)
                 if previous is not None and e.generation == previous.generation and e.cause.node_id == node_id
             ]
-            if not any(e.weight != "secondary" and e.cause.rank is not None for e in blamed):
+            witnessed = any(
+                e.weight != "secondary" and e.cause.rank is not None and e.reaction == "recover" for e in blamed
+            )
+            if not witnessed and seen_at_fault(plan) != node_id:
                 self.fail(f"{plan.plan_id} charges {node_id} without a witness")
             if node_id not in {n.node_id for n in plan.active}:
                 self.fail(f"{plan.plan_id} charges {node_id}, which is not in it")

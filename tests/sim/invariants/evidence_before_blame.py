@@ -3,6 +3,7 @@ than an exit that may be a consequence, blame waits until all other active nodes
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Evidence, Hold
+from tests.sim.invariants.truth import seen_at_fault
 from tests.sim.oracle import Invariant
 
 
@@ -11,14 +12,21 @@ class EvidenceBeforeBlame(Invariant):
         if previous is None or plan.action == "stop":
             return
         witnesses = [e for e in self.oracle.of_kind(Evidence) if e.generation == previous.generation]
-        named = {e.cause.node_id for e in witnesses if e.weight != "secondary"}
+        named = {
+            e.cause.node_id
+            for e in witnesses
+            if e.weight != "secondary" and e.reaction != "report" and e.attributed  # else it names nobody
+        }
+        named |= {seen_at_fault(plan) or ""}
+        unfit = self.oracle.read(plan).unfit
+        named |= {n.node_id for n in previous.active if n.incarnation in unfit}
         drained = {h.node_id for h in self.oracle.of_kind(Hold) if h.kind == "drain"}
         for old, new in zip(previous.active, plan.active, strict=True):
             gone = self.oracle.may_be_vacated(old.node_id, old.incarnation)
             late = f"{old.node_id} is unfit" in plan.reason
             if old != new and not gone and not late and old.node_id not in named | drained:
                 self.fail(f"{plan.plan_id} takes slot {old.slot} from {old.node_id} without a witness against it")
-        self._check_heard(plan, previous, witnesses)
+        self._check_heard(plan, previous, [e for e in witnesses if e.reaction == "recover"])
         held = {q.node_id for q in previous.quarantined}
         for item in plan.quarantined:
             late = f"{item.node_id} is unfit" in plan.reason
@@ -29,6 +37,8 @@ class EvidenceBeforeBlame(Invariant):
         lost = [n for n in previous.active if self.oracle.may_be_vacated(n.node_id, n.incarnation)]
         if not witnesses or lost or any(e.weight == "primary" for e in witnesses) or " in time" in plan.reason:
             return
+        if plan.failure_class == "collective_desync":
+            return  # what all were doing says more than how some ended
         first_ms = self.oracle.failed_ms[(self.oracle.epoch, previous.generation)]
         for node in previous.active:
             mine = self.oracle.process_of(node.incarnation) is self.oracle.deciding

@@ -1,4 +1,5 @@
-"""A plan needs a reason: evidence, a loss, a drain, a stop, a node that is late. A standby's presence is none."""
+"""A plan needs a reason: evidence that asks for one, an alarm, a loss, a drain, a node that is unfit or late, a stop.
+A standby's presence is none, nor is what is only reported, nor a doubt about nobody that does not ask for recovery."""
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Evidence, Hold, StopRequest
@@ -12,7 +13,11 @@ class QuietStandbys(Invariant):
             if plan.action != "start":
                 self.fail(f"{plan.plan_id} is the first plan, but its action is {plan.action}")
             return
-        if any(e.generation == previous.generation for e in oracle.of_kind(Evidence)):
+        asking = [e for e in oracle.of_kind(Evidence) if e.generation == previous.generation]
+        if any(e.reaction == "recover" or (e.reaction == "replace" and e.attributed) for e in asking):
+            return
+        read = oracle.read(plan)
+        if read.alarms or any(n.incarnation in read.unfit for n in previous.active):
             return
         if any(oracle.may_be_vacated(n.node_id, n.incarnation) for n in previous.active):
             return

@@ -1,7 +1,7 @@
 """The run goes on from the newest state that is left: never older than one that all ranks could get from the vaults
 that were heard, and never older than the newest safe one while each rank's image is still with one of its holders.
 
-A run ends for want of a state only if there is none."""
+A run ends for want of a state only if there is none. States that are not to be trusted count for nothing."""
 
 from lmres.gemini.inventory import Key
 from lmres.rendezvous.plan import Plan
@@ -21,6 +21,7 @@ class StateIsNewest(Invariant):
         banned = {Key(b.step, b.origin) for b in deciding.agent.view.banned()}
         vaults = truth.vaults_of(self.world, truth.told(deciding))
         ranks = len(plan.active)
+        banned |= {k for k in states.keys(vaults) if self.world.doubts.is_distrusted(k)}
         for key in states.keys(vaults) - banned:
             if (lost or key > chosen) and states.is_whole(key, ranks, vaults):
                 self.fail(f"{plan.plan_id} {'gives up' if lost else f'resumes at {chosen}'}, but {key} is there")
@@ -36,7 +37,8 @@ class StateIsNewest(Invariant):
             states.newest_safe = safe
         heard = set(truth.vaults_of(self.world, truth.told(deciding)))
         kept = all(any(v in heard for v in of_rank) for of_rank in holders.values())
-        if kept and key not in banned | states.corrupted and (lost or key > chosen):
+        distrusted = self.world.doubts.is_distrusted(key)
+        if kept and not distrusted and key not in banned | states.corrupted and (lost or key > chosen):
             self.fail(
                 f"{plan.plan_id} {'gives up' if lost else f'resumes at {chosen}'}, but {key} was safe and is held"
             )

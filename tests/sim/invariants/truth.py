@@ -1,15 +1,25 @@
-"""What invariants about states ask: who has told the deciding agent, and which vaults those nodes have."""
+"""What invariants ask: who has told the deciding agent, which vaults those nodes have, whom a plan blames."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.resume import told as fresh
 
 if TYPE_CHECKING:
     from tests.sim.process import Process
     from tests.sim.states import Vault
     from tests.sim.world import World
+
+
+LOCALIZED = ("hang", "collective_desync")
+
+
+def seen_at_fault(plan: Plan) -> str | None:
+    """The node that a plan names because of what workers were seen doing; ``only_the_stuck`` judges whether it is."""
+    clear = plan.failure_class in LOCALIZED and plan.verdict == "attributed" and plan.cause is not None
+    return plan.cause.node_id if clear and plan.cause is not None and plan.cause.node_id else None
 
 
 def told(deciding: Process) -> list[str]:

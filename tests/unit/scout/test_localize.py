@@ -106,6 +106,17 @@ def test_one_left_out_shows_as_a_shift() -> None:
     assert "it seems that rank 1 has left out allreduce (float32[1]) after step 2" in found.detail
 
 
+def test_one_left_out_shows_also_while_the_others_wait_in_it() -> None:
+    """What follows it there is not known yet; the last time it was what the rank has entered now."""
+    plain = [*TWO_A_STEP, ("allreduce", METRIC, 4)]
+    odd = [*TWO_A_STEP, ("allreduce", GRADS, 4)]
+    found = localize(sights(*(with_ops(r, odd if r == 1 else plain) for r in ALL)))
+    assert named(found) == [("b", 1)]
+    assert "it seems that rank 1 has left out allreduce (float32[1]) after step 4" in found.detail
+    other = localize(sights(*(with_ops(r, [*TWO_A_STEP, ("broadcast", "", 4)] if r == 1 else plain) for r in ALL)))
+    assert "left out" not in other.detail
+
+
 def test_one_too_many_shows_as_a_shift_too() -> None:
     odd = [*TWO_A_STEP[:4], ("broadcast", METRIC, 2), *TWO_A_STEP[4:7]]
     found = localize(sights(*(with_ops(r, odd if r == 1 else TWO_A_STEP) for r in ALL)))
@@ -127,9 +138,7 @@ def test_steps_that_always_differed_mean_nothing() -> None:
     plain = [("allreduce", GRADS, n) for n in range(6)]
     shifted = [(op, shape, step + 100) for op, shape, step in plain]
     none = [(op, shape, 0) for op, shape, _ in plain]
-    found = localize(
-        sights(with_ops(0, plain), with_ops(1, shifted), with_ops(2, none, step=0), with_ops(3, plain))
-    )
+    found = localize(sights(with_ops(0, plain), with_ops(1, shifted), with_ops(2, none, step=0), with_ops(3, plain)))
     assert found.failure_class == "hang"
 
 
@@ -147,9 +156,7 @@ def test_without_majority_both_sides_are_named(ranks: tuple[int, ...]) -> None:
 
 def test_a_majority_of_those_heard_is_not_one_of_the_group() -> None:
     odd = [*TWO_A_STEP[:7], ("broadcast", GRADS, 3)]
-    found = localize(
-        sights(with_ops(0, TWO_A_STEP), with_ops(1, TWO_A_STEP), with_ops(2, odd)), unheard={"d": (3,)}
-    )
+    found = localize(sights(with_ops(0, TWO_A_STEP), with_ops(1, TWO_A_STEP), with_ops(2, odd)), unheard={"d": (3,)})
     assert (found.failure_class, found.verdict) == ("collective_desync", "inconclusive")
     assert found.detail.endswith("not heard: d")
 

@@ -13,6 +13,7 @@ that was cut would end the agent with SIGBUS), twice: what was being written in 
 from __future__ import annotations
 
 import os
+import re
 import struct
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ MAX_RANKS = 65536
 """More than these of one group are not listed."""
 
 _READS = 4
+_SPAN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?:/([1-9][0-9]{0,8}))?)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,14 +222,14 @@ def _text(field: bytes) -> str:
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Of text like ``0-3,8`` or ``0-12/4`` (every fourth). Nothing where it is not such a text."""
     found: list[int] = []
-    try:
-        for part in text.split(",") if text else ():
-            span, _, step = part.partition("/")
-            first, _, last = span.partition("-")
-            ranks = range(int(first), int(last or first) + 1, int(step or 1))
-            if len(found) + len(ranks) > MAX_RANKS:
-                return ()
-            found += ranks
-    except (ValueError, OverflowError):
-        return ()
+    for part in text.split(",") if text else ():
+        match = _SPAN.fullmatch(part)
+        if match is None:
+            return ()
+        first, last, step = (int(number) if number else None for number in match.groups())
+        assert first is not None
+        ranks = range(first, (first if last is None else last) + 1, step or 1)
+        if len(found) + len(ranks) > MAX_RANKS:
+            return ()
+        found += ranks
     return tuple(found)

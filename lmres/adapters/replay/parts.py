@@ -1,0 +1,148 @@
+"""The parts of a model that can be computed anew by themselves.
+
+A part is a module that computes something: each one without children, and those with children that hold no more than a
+quarter of the model (a larger one costs too much, and its own parts are there). It is covered when nothing speaks
+against calling it an extra time (``pure``) and its inputs can be made up: floating tensors, and whole numbers for
+embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmres.adapters.replay.pure import why_not
+
+LARGEST_SHARE = 0.25
+_CONTAINERS = frozenset({"Sequential", "ModuleList", "ModuleDict", "Identity", "ParameterList", "ParameterDict"})
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """``seen``: the leaves of what it was called with (a tensor as ``Like``), their tree, and how many elements."""
+
+    name: str
+    module: Any
+    problem: str = ""
+    seen: tuple[list[Any], Any, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What a made-up tensor has to be like."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: Any
+    grad: bool
+
+
+@dataclass(slots=True)
+class Parts:
+    """``batch``: the size of the batch in the step that was looked at."""
+
+    torch: Any
+    all: list[Part] = field(default_factory=list)
+    batch: int = 0
+
+    @staticmethod
+    def of(torch: Any, roots: list[Any]) -> Parts:
+        return Parts(torch, [part for i, root in enumerate(roots) for part in _parts(torch, i, root)])
+
+    @property
+    def covered(self) -> list[Part]:
+        return [part for part in self.all if not part.problem and part.seen is not None]
+
+    def look(self, part: Part, args: Any, kwargs: Any) -> None:
+        """It was called with this."""
+        from torch.utils import _pytree as pytree
+
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        torch = self.torch
+        size = sum(leaf.numel() for leaf in leaves if torch.is_tensor(leaf))
+        if part.seen is not None and part.seen[2] >= size:
+            return
+        likes: list[Any] = []
+        for leaf in leaves:
+            if torch.is_tensor(leaf) and type(leaf) in (torch.Tensor, torch.nn.Parameter):
+                likes.append(Like(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.is_floating_point()))
+            elif isinstance(leaf, _PLAIN):
+                likes.append(leaf)
+            else:
+                part.problem = f"an argument is a {type(leaf).__name__}"
+                return
+        numbers = [like for like in likes if isinstance(like, Like) and not like.grad]
+        if numbers and (embedding_size(torch, part.module) is None or any(n.dtype == torch.bool for n in numbers)):
+            part.problem = f"an argument is a tensor of {numbers[0].dtype}"
+            return
+        part.seen = likes, tree, size
+
+
+def embedding_size(torch: Any, module: Any) -> int | None:
+    """Whole numbers below this are valid for all its embeddings; None if it has none."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return min((m.num_embeddings for m in module.modules() if isinstance(m, kinds)), default=None)
+
+
+def _parts(torch: Any, index: int, root: Any) -> Iterator[Part]:
+    inner = root.module if _is_parallel(root) else root
+    most = LARGEST_SHARE * sum(p.numel() for p in inner.parameters())
+    shut: list[Any] = []
+    for name, module in inner.named_modules():
+        if any(module is m for m in shut):
+            continue
+        if _is_compiled(module):
+            shut += list(module.modules())
+            yield Part(f"{index}.{name}", module, "it is compiled")
+            continue
+        children = any(True for _ in module.children())
+        if type(module).__name__ in _CONTAINERS or (module is inner and children):
+            continue
+        if children and sum(p.numel() for p in module.parameters()) > most:
+            continue
+        shown = f"{index}.{name}" if index else name or type(module).__name__
+        yield Part(shown, module, problem_of(torch, module))
+
+
+def _is_parallel(root: Any) -> bool:
+    return any(kind.__name__ == "DistributedDataParallel" for kind in type(root).__mro__)
+
+
+def _is_compiled(module: Any) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def problem_of(torch: Any, module: Any) -> str:
+    """Why this module should not be computed an extra time; empty if nothing speaks against it."""
+    for each in module.modules():
+        if type(each).__name__ == "SyncBatchNorm" or _is_parallel(each):
+            return f"{type(each).__name__} talks to other ranks"
+        if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__):
+            return "it is sharded"
+        for parameter in each._parameters.values():
+            if parameter is None:
+                continue
+            if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
+                return "it is sharded" if hasattr(parameter, "_local_tensor") else "a parameter is of its own kind"
+            for hook in (parameter._backward_hooks or {}).values():
+                why = why_not(hook)
+                if why:
+                    return why
+        why = _problem_of_calls(each)
+        if why:
+            return why
+    return ""
+
+
+def _problem_of_calls(module: Any) -> str:
+    found = [module.forward]
+    for name in _HOOKS:
+        found += list(getattr(module, name, {}).values())
+    for function in found:
+        why = why_not(function, module)
+        if why:
+            return why
+    return ""

@@ -1,0 +1,87 @@
+"""Wrong bits: in a parameter, in an optimizer's moment, in what a layer computes. Found, attributed, undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.running import Run, running
+
+pytestmark = pytest.mark.e2e
+
+PROGRAM = "scout/corrupt.py"
+POLICY = """
+workers: {warm: false}
+heartbeat: {interval_s: 0.2, timeout_s: 20.0}
+detection: {hang_timeout_s: 60, corruption: {interval_steps: 4}}
+"""
+
+
+def found(run: Run) -> list[dict[str, Any]]:
+    """Each finding once: all agents tell it."""
+    events = run.cluster.all_events("fault_detected", failure_class="silent_corruption")
+    return list({e["detail"]: e for e in events}.values())
+
+
+def plan_of(run: Run, generation: int) -> dict[str, Any]:
+    return run.cluster.all_events("plan_committed", to_generation=generation)[0]
+
+
+def clean_of(run: Run) -> None:
+    """What the run ends with, if the fault is not planted."""
+    run.program = (PROGRAM, "--steps", run.program[run.program.index("--steps") + 1])
+
+
+@pytest.mark.parametrize("what", ["parameter", "moment"])
+def test_a_bit_flipped_in_one_replica_is_attributed_and_undone(tmp_path: Path, what: str) -> None:
+    program = (PROGRAM, "--steps", "30", "--flip", what, "--at", "12", "--rank", "1", "--marks", "FOLDER")
+    with running(tmp_path, *program, nnodes="3:4", policy=POLICY) as run:
+        run.cluster.form("a", "b", "c", "s")
+        clean_of(run)
+        run.assert_bitwise()
+        (fault,) = found(run)
+        assert fault["verdict"] == "attributed" and fault["suspects"] == [{"node_id": "b", "rank": 1}]
+        plan = plan_of(run, 2)
+        assert plan["failure_class"] == "silent_corruption" and plan["action"] == "replace", plan
+        assert plan["recovery_step"] <= 11 and plan["trust"] == "verified", plan
+        assert list(plan["active"].values()) == ["a", "s", "c"] and plan["quarantined"] == ["b"], plan
+
+
+def test_two_replicas_can_not_tell_until_the_same_steps_are_made_again(tmp_path: Path) -> None:
+    program = (PROGRAM, "--steps", "30", "--flip", "parameter", "--at", "12", "--rank", "1", "--marks", "FOLDER")
+    with running(tmp_path, *program, nnodes="2:2", policy=POLICY) as run:
+        run.cluster.form("a", "b")
+        clean_of(run)
+        run.assert_bitwise()
+        first, then = found(run)
+        assert first["verdict"] == "inconclusive" and first["suspects"] == [], first
+        plan = plan_of(run, 2)
+        assert plan["action"] == "restart" and plan["recovery_step"] <= 11 and plan["quarantined"] == [], plan
+        assert then["verdict"] == "attributed" and then["suspects"] == [{"node_id": "b", "rank": 1}], then
+        assert not run.cluster.all_events("plan_committed", to_generation=3)
+
+
+def test_with_a_standby_the_one_that_was_wrong_is_replaced(tmp_path: Path) -> None:
+    program = (PROGRAM, "--steps", "60", "--flip", "moment", "--at", "12", "--rank", "0", "--marks", "FOLDER")
+    with running(tmp_path, *program, nnodes="2:3", policy=POLICY) as run:
+        run.cluster.form("a", "b", "s")
+        clean_of(run)
+        run.assert_bitwise()
+        assert [f["verdict"] for f in found(run)] == ["inconclusive", "attributed"], found(run)
+        assert plan_of(run, 2)["action"] == "restart"
+        plan = plan_of(run, 3)
+        assert plan["action"] == "replace" and list(plan["active"].values()) == ["s", "b"], plan
+        assert plan["quarantined"] == ["a"], plan
+
+
+def test_what_is_not_finite_is_not_certified(tmp_path: Path) -> None:
+    """Not even where only a moment of the optimizer is not, and parameters still are."""
+    program = (PROGRAM, "--steps", "20", "--nan", "12")
+    with running(tmp_path, *program, nnodes="2:2", policy=POLICY) as run:
+        run.cluster.form("a", "b")
+        for node in run.cluster.nodes.values():
+            node.wait_exit()
+        steps = {e["step"] for e in run.cluster.all_events("checkpoint_verified")}
+        assert steps and max(steps) < 12, steps
