@@ -100,8 +100,8 @@ class Crew:
         """By pid: the signal that a worker answers with its stacks, and its descriptor that they go to."""
         self._reports: set[int] = set()
         self._holding: set[int] = set()
-        self.watch_reports: dict[int, dict[str, Any]] = {}
-        """By pid, what the workers of this generation have said about being watched."""
+        self.watch_told: set[int] = set()
+        """Workers of this generation that have said whether they can be watched: torch is in them."""
         self._stopper: threading.Thread | None = None
         self._stopping = False
         self._cleaned: set[int] = set()
@@ -139,7 +139,7 @@ class Crew:
                 self._guardian.unregister(worker.pid)
             self.started_ms = self.stopped_ms = self._killed_s = None
             self._statuses, self._attached, self._reports, self._holding = {}, set(), set(), set()
-            self.watch_reports = {}
+            self.watch_told = set()
             self.stacks = {}
             self._stopping = self._open = self._success_shown = False
             self._pause_at = self.paused = None
@@ -343,7 +343,7 @@ class Crew:
         if kind == "watch" and message.get("armed") is True:
             self._note_stacks(worker, message)
         if kind == "watch":
-            self.watch_reports[worker.pid] = message
+            self.watch_told.add(worker.pid)
         if kind == "holding":
             self._holding.add(worker.pid)
         if kind == "paused":
@@ -363,10 +363,6 @@ class Crew:
         number, fd = message.get("signal"), message.get("stacks_fd")
         if isinstance(number, int) and isinstance(fd, int) and number > 0 <= fd:
             self.stacks[worker.pid] = (number, fd)
-
-    def has_reported(self, pid: int) -> bool:
-        """Whether this worker has told of an exception that ends it."""
-        return pid in self._reports
 
     def _ban_unreadable(self, message: dict[str, Any]) -> None:
         restored = self._restored

@@ -302,12 +302,9 @@ class _Watch:
         if seen.ended or seen.excused:
             return
         attached = seen.worker.pid in self._crew.attached_pids
-        told = self._crew.watch_reports.get(seen.worker.pid, {})
         if seen.problem and attached:
             self._off_once(seen, "page", f"its progress page can not be used: {seen.problem}")
-        elif told.get("armed") is False:
-            self._off_once(seen, "watch", str(told.get("reason", "the watch in the worker is off"))[:500])
-        elif attached and not told and at_ms - seen.began_ms > UNARMED_MS:
+        elif attached and seen.worker.pid not in self._crew.watch_told and at_ms - seen.began_ms > UNARMED_MS:
             self._off_once(seen, "torch", "the program has not imported torch: nothing tells whether it goes on")
 
     def _off_once(self, seen: _Seen, what: str, reason: str) -> None:
@@ -371,11 +368,9 @@ class _Watch:
         end = time.monotonic() + STACKS_S
         found = {}
         for pid, seen in self._seen.items():
-            told = self._crew.watch_reports.get(pid, {})
-            number, fd = told.get("signal"), told.get("stacks_fd")
-            left_s = end - time.monotonic()
-            if isinstance(number, int) and isinstance(fd, int) and not seen.ended and left_s > 0:
-                found[pid] = read_stacks(pid, number, fd, min(left_s, MAX_WAIT_S))
+            way, left_s = self._crew.stacks.get(pid), end - time.monotonic()
+            if way is not None and not seen.ended and left_s > 0:
+                found[pid] = read_stacks(pid, *way, min(left_s, MAX_WAIT_S))
         return found
 
     # -- stragglers ---------------------------------------------------------------------------------------------------

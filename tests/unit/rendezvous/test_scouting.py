@@ -62,7 +62,8 @@ class FakeCrew:
     stopping: bool = False
     excused_pids: frozenset[int] = frozenset()
     attached_pids: frozenset[int] = frozenset()
-    watch_reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    watch_told: set[int] = field(default_factory=set)
+    stacks: dict[int, tuple[int, int]] = field(default_factory=dict)
     evidence: list[tuple[Any, str]] = field(default_factory=list)
 
     def add_evidence(self, cause: Any, weight: str, at_ms: int, *, reaction: str = "recover") -> None:
@@ -107,8 +108,7 @@ class Scene:
         me = os.getpid()
         self.workers = [Worker(r, me + r, Page(view(1, T0))) for r in (0, 1)]
         self.crew = FakeCrew(Monitor(self.workers), attached_pids=frozenset(w.pid for w in self.workers))
-        for w in self.workers:
-            self.crew.watch_reports[w.pid] = {"armed": True, "signal": 0, "stacks_fd": -1}
+        self.crew.watch_told = {w.pid for w in self.workers}
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.pokes = 0
         straggler = Straggler(action=cast(Any, action))
@@ -240,16 +240,9 @@ def test_a_broken_page_is_said_once_and_the_other_rank_stays_watched() -> None:
     assert "junk" in scene.sighting.workers[0].blind and not scene.sighting.workers[1].blind
 
 
-def test_a_watch_that_failed_in_the_worker_is_said() -> None:
-    scene = Scene()
-    scene.crew.watch_reports[scene.workers[1].pid] = {"armed": False, "reason": "no such hook"}
-    scene.go(1_000, 0, 1)
-    assert [(o["rank"], o["reason"]) for o in scene.off()] == [(1, "no such hook")]
-
-
 def test_a_program_without_torch_is_said_once() -> None:
     scene = Scene()
-    scene.crew.watch_reports.clear()
+    scene.crew.watch_told.clear()
     for w in scene.workers:
         w.progress.view = view(0, 0, armed=False, started=False)
     scene.go(edge.UNARMED_MS)
