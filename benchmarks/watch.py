@@ -42,6 +42,7 @@ COLLECTIVES = 2000
 MARKS = 50_000
 STEPS = 5
 LAYERS = 8
+WIDTH = 512
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     (collective,) = in_turn(no_backend, {}, options.runs, 1)
-    step, step_cpu = in_turn(training, {"step_ms": options.step_ms}, options.runs, 2)
+    step, step_cpu = in_turn(training, {"rows": rows_for(options.step_ms)}, options.runs, 2)
     found = {"mark": marks(), "collective": collective, "step": step, "step_cpu": step_cpu}
     for name, values in found.items():
         print(name, "  ".join(f"{key} {value:.4g}" for key, value in values.items()))
@@ -113,7 +114,23 @@ def no_backend(pipe: Connection, watch: bool, rank: int, port: int) -> None:
         pipe.send([(time.thread_time() - began) / COLLECTIVES * 1e6])
 
 
-def training(pipe: Connection, watch: bool, rank: int, port: int, step_ms: float) -> None:
+def network() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+def rows_for(step_ms: float) -> int:
+    """As many as make a forward and a backward of this processor time."""
+    torch.set_num_threads(1)
+    net, batch = network(), torch.ones(512, WIDTH)
+    spent = []
+    for _ in range(6):
+        began = time.thread_time()
+        net(batch).square().mean().backward()
+        spent.append(time.thread_time() - began)
+    return max(8, int(512 * step_ms / 1e3 / min(spent)))
+
+
+def training(pipe: Connection, watch: bool, rank: int, port: int, rows: int) -> None:
     """Milliseconds of a step."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -121,9 +138,7 @@ def training(pipe: Connection, watch: bool, rank: int, port: int, step_ms: float
         watched()
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(1)
-    width = 512
-    net = nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)])
-    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
+    model = nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step(batch: torch.Tensor) -> None:
@@ -131,16 +146,7 @@ def training(pipe: Connection, watch: bool, rank: int, port: int, step_ms: float
         model(batch).square().mean().backward()
         optimizer.step()
 
-    rows = torch.tensor([64])
-    for _ in range(4):  # as many rows as make the wanted time, the same on both ranks
-        batch = torch.ones(int(rows), width)
-        step(batch)
-        began = time.perf_counter()
-        step(batch)
-        took_ms = (time.perf_counter() - began) * 1e3
-        rows = torch.tensor([max(8, min(16384, int(int(rows) * step_ms / took_ms)))])
-        dist.broadcast(rows, 0)
-    batch = torch.ones(int(rows), width)
+    batch = torch.ones(rows, WIDTH)
     while pipe.recv():
         dist.barrier()
         began, began_cpu = time.perf_counter(), time.thread_time()

@@ -53,13 +53,12 @@ def quota_wait_us(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int | Non
 
 
 def oom_kills(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int | None:
-    """How many processes of this process's group and its ancestors the kernel has killed for want of memory."""
-    counts = []
+    """How many processes of this process's group (of the nearest that counts) the kernel killed for want of memory."""
     for folder, version in groups("memory", membership, root):
         found = fields(folder / ("memory.events" if version == 2 else "memory.oom_control"))
         if "oom_kill" in found:
-            counts.append(found["oom_kill"])
-    return max(counts, default=None)
+            return found["oom_kill"]
+    return None
 
 
 def groups(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[tuple[Path, int]]:

@@ -33,7 +33,7 @@ from lmres.rendezvous.decide import Commit, Decision, Finish, Observed, Wait, de
 from lmres.rendezvous.joining import Joining, end_of_run, run_is_over
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.ledger import Displaced, Ledger, StoreReset
-from lmres.rendezvous.looking import LOOK_MS, alarmed, is_told, localized, unseen, witness
+from lmres.rendezvous.looking import LOOK_MS, alarmed, is_wanted, localized, sighted, unseen, witness
 from lmres.rendezvous.notes import fault_note, gone_cause, look_note, plan_note, unfit_note
 from lmres.rendezvous.parting import Partings, Witness
 from lmres.rendezvous.pausing import allowed_ms, target
@@ -81,7 +81,7 @@ class Agent:
     _freeze: int | None = None
     _asked_freeze: int | None = None
     _look: int | None = None
-    _looking_ms: int | None = None
+    _unseen_ms: dict[str, int] = field(default_factory=dict)
     _pause: int | None = None
     _pausing_ms: int | None = None
     _alert: bool = False
@@ -365,13 +365,19 @@ class Agent:
         self._asked_freeze = self._freeze
 
     def _mark_look(self, decision: Decision, inputs: Inputs) -> None:
-        """Everybody that is asked looks, also those that do not decide."""
+        """Everybody that is asked looks, also those that do not decide.
+
+        Who has not told in time is not waited for again until it has told, however often others raise their alarms.
+        """
+        head = self.view.head()
         asked = decision.unseen if isinstance(decision, Wait) else ()
-        if not asked:
-            self._looking_ms = None
-        elif self._looking_ms is None:
-            self._looking_ms = self.ledger.leases.attended_ms(inputs.now_ms)
-        self._look = self._generation() if self.me.node_id in asked else None
+        if head is not None and self._unseen_ms:
+            done = frozenset(self.view.done(head.generation))
+            left = unseen(self.view, head, done) if is_wanted(self.view, head) else ()
+            self._unseen_ms = {n: ms for n, ms in self._unseen_ms.items() if n in left}
+        for node_id in asked:
+            self._unseen_ms.setdefault(node_id, self.ledger.leases.attended_ms(inputs.now_ms))
+        self._look = self._generation() if self.me.node_id in {*asked, *self._unseen_ms} else None
 
     def _mark_pause(self, decision: Decision, inputs: Inputs) -> None:
         head = self.view.head()
@@ -404,6 +410,7 @@ class Agent:
             self._head_seen = (generation, self.ledger.leases.attended_ms(now_ms))
             self._waiting_ms = self._pausing_ms = None
             self._untold_ms.clear()
+            self._unseen_ms.clear()
         if self._formed_seen[0] != generation and self.view.formed(generation) is not None:
             self._formed_seen = (generation, now_ms)
 
@@ -438,7 +445,7 @@ class Agent:
             generation_ms=generation_ms,
             wait_over=waited >= self.settings.join_timeout_ms,
             unpaused=self._unpaused(attended_ms, generation_ms),
-            unlooked=self._looking_ms is not None and attended_ms - self._looking_ms >= LOOK_MS,
+            unlooked=frozenset(n for n, ms in self._unseen_ms.items() if attended_ms - ms >= LOOK_MS),
             overdue=frozenset(m.node_id for m in self.view.live_members() if self._is_overdue(m, attended_ms)),
         )
 
@@ -567,7 +574,7 @@ class Agent:
         if found.excused and not over:
             return
         headline = witness(self.view, head, found).cause.headline()
-        seen = [s for s in self.view.sightings(generation).values() if is_told(self.view, head, s.node_id)]
+        seen = list(sighted(self.view, head).values())
         self._once(f"seen {generation}", look_note(found, seen, generation, headline))
 
     def _tell_unfit(self, head: Plan) -> None:

@@ -1,16 +1,17 @@
 """From what the vaults have found to differ (``lmres.gemini.certify``) to evidence: who, and what is to be done. Pure.
 
-======== =========================================================== ==================================================
-check    what was found                                              what follows (``detection.corruption.action: replace``)
-======== =========================================================== ==================================================
-state    parameters or optimizer state differ between equals         back to the newest state whose equals agree
-replay   a part of the model, computed twice, differs between equals back to the newest state that replay certifies
-once     it did not come out the same twice, and then did            told; nobody is accused
-again    the same steps were made again, and now all agree: those    that node is replaced if a standby is there
-         who had something else the first time were wrong
-======== =========================================================== ==================================================
+======= ============================================================ =================================================
+check   what was found                                               what follows
+======= ============================================================ =================================================
+state   parameters or optimizer state differ between equals          back to the newest state whose equals agree
+replay  a part of the model, computed twice, differs between equals  back to the newest state that replay certifies
+once    it did not come out the same twice, and then did             told; nobody is accused
+again   the same steps were made again, and now all agree: those who that node is replaced if a standby is there
+        had something else the first time were wrong
+======= ============================================================ =================================================
 
-With a majority the node is replaced too; without, nobody is struck or put aside.
+With a majority the node is replaced too; without, nobody is struck or put aside. Where the policy says ``report``, all
+of it is only told.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Observed:
     ``unconfirmed``: active nodes not heard from since the evidence came. ``silent``: nodes whose lease is quiet but
     not over. ``late``: active nodes that did not become ready in time. ``generation_ms``: how long the newest
     generation has lasted. ``wait_over``: the wait for a standby has lasted longer than allowed. ``overdue``: members
-    that have had long enough to tell what state they hold, and have not. ``unlooked``: the time to tell what workers
-    are doing is over. ``unpaused``: the time for workers to stand still is over.
+    that have had long enough to tell what state they hold, and have not. ``unlooked``: nodes that have had long enough
+    to tell what their workers are doing, and have not. ``unpaused``: the time for workers to stand still is over.
     """
 
     unconfirmed: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class Observed:
     generation_ms: int = 0
     wait_over: bool = False
     overdue: frozenset[str] = frozenset()
-    unlooked: bool = False
+    unlooked: frozenset[str] = frozenset()
     unpaused: bool = False
 
 
@@ -276,8 +276,8 @@ def _look(rules: _Rules, head: Plan, done: frozenset[str], *, is_vague: bool) ->
     alarm = looking.alarmed(rules.view, head)
     if alarm is None and not is_vague:
         return []
-    names = looking.unseen(rules.view, head, done)
-    if names and not rules.observed.unlooked:
+    names = tuple(n for n in looking.unseen(rules.view, head, done) if n not in rules.observed.unlooked)
+    if names:
         what = "workers failed as if a peer had gone" if is_vague else "a worker makes no progress"
         reason = f"{what}; not yet told what their workers are doing: {', '.join(names)}"
         return Wait(reason=reason, freeze=is_vague, unseen=names)
@@ -335,7 +335,10 @@ def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
     active = tuple(_slot(n.slot, chosen[n.slot]) if n.slot in chosen else n for n in head.active)
     state = case.state if active == head.active else rules.resume(head, active)
     if state is not None and state.lost:
-        return rules.wait_for_holdings(head) or _state_lost(head, case, state)
+        waits = rules.wait_for_holdings(head)
+        if waits is None and case.first is None:
+            return Wait(reason=f"{filled[0].reason}; training goes on, because {state.words}")
+        return waits or _state_lost(head, case, state)
     plan = _plan(view, head, case, active, chosen, filled, unfilled)
     return Commit(plan=_named(_resumed(plan, state)), settle=_settle(view, case, filled, chosen), pause=pause)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from lmres.rendezvous.blame import Witness
 from lmres.rendezvous.plan import Cause, Plan
-from lmres.rendezvous.state import View
+from lmres.rendezvous.state import Evidence, View
 from lmres.scout.localize import Localized, localize
 from lmres.scout.sighting import Sighting, WorkerSight
 
@@ -29,26 +29,33 @@ def alarmed(view: View, head: Plan) -> int | None:
     return min(revisions, default=None)
 
 
-def is_told(view: View, head: Plan, node_id: str) -> bool:
-    """Whether this node has told what its workers are doing, after the first alarm."""
-    if node_id not in _of_active(view, head):
-        return False
-    since = alarmed(view, head)
-    return since is None or view.mod_revision(view.keys.sighting(head.generation, node_id)) >= since
+def is_wanted(view: View, head: Plan) -> bool:
+    """Whether an alarm stands or something has failed."""
+    return _since(view, head) > 0
+
+
+def sighted(view: View, head: Plan) -> dict[str, Sighting]:
+    """By node id, what has been told since the first alarm, or the first failure.
+
+    What was seen on an earlier occasion does not count: the ranks have moved since.
+    """
+    since, key = _since(view, head), view.keys.sighting
+    return {n: s for n, s in _of_active(view, head).items() if view.mod_revision(key(head.generation, n)) >= since}
 
 
 def unseen(view: View, head: Plan, done: frozenset[str]) -> tuple[str, ...]:
     """Active nodes that live, still train, and have not told."""
+    told = sighted(view, head)
     return tuple(
         n.node_id
         for n in head.active
-        if n.node_id not in done and view.is_live(n.node_id, n.incarnation) and not is_told(view, head, n.node_id)
+        if n.node_id not in done and view.is_live(n.node_id, n.incarnation) and n.node_id not in told
     )
 
 
 def localized(view: View, head: Plan) -> Localized:
     """From what has been told so far."""
-    told, done = _of_active(view, head), view.done(head.generation)
+    told, done = sighted(view, head), view.done(head.generation)
     config = view.config
     size = config.local_world_size if config is not None else 1
     unheard = {
@@ -61,7 +68,7 @@ def localized(view: View, head: Plan) -> Localized:
 
 def witness(view: View, head: Plan, found: Localized) -> Witness:
     """The verdict as a witness among others."""
-    sights = {w.rank: (s, w) for s in _of_active(view, head).values() for w in s.workers}
+    sights = {w.rank: (s, w) for s in sighted(view, head).values() for w in s.workers}
     alone = found.suspects[0] if found.verdict == "attributed" and len(found.suspects) == 1 else None
     place = sights.get(alone.rank) if alone is not None else None
     node_id = alone.node_id if alone is not None else _common_node(found)
@@ -98,9 +105,19 @@ def _step(sights: dict[int, tuple[Sighting, WorkerSight]]) -> int | None:
 
 
 def _of_active(view: View, head: Plan) -> dict[str, Sighting]:
-    told = view.sightings(head.generation)
+    """Those whose workers have ended well no longer say anything."""
+    told, done = view.sightings(head.generation), view.done(head.generation)
     return {
         n.node_id: told[n.node_id]
         for n in head.active
-        if n.node_id in told and told[n.node_id].incarnation == n.incarnation
+        if n.node_id in told and told[n.node_id].incarnation == n.incarnation and n.node_id not in done
     }
+
+
+def _since(view: View, head: Plan) -> int:
+    """The revision of the first alarm that stands; without one, that of the first failure."""
+    alarm = alarmed(view, head)
+    if alarm is not None:
+        return alarm
+    prefix = f"{view.keys.reg}evidence/{head.generation:08d}/"
+    return min((stored.created for stored, e in view.under(prefix, Evidence) if e.reaction == "recover"), default=0)

@@ -58,6 +58,9 @@ _CONNECTION_TYPES = frozenset(
     }
 )
 _OUT_OF_MEMORY_TYPES = frozenset({"MemoryError", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
+_LOADER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (\d+)[\d, ]*\) (?:is killed by signal: Killed|exited unexpectedly)"
+)
 _STATE_TYPES = frozenset({"lmres.errors.VaultError", "lmres.errors.StateError"})
 """The state could not be had: nothing is wrong with the program or with the node of the worker that says so."""
 _DEVICE = re.compile(
@@ -77,11 +80,15 @@ class Finding:
     blames: bool = True
 
 
-def classify_exception(*, type_name: str, message: str) -> Finding:
-    """``type_name`` is the qualified name without ``builtins.``; ``message`` is ``str(exception)``."""
+def classify_exception(*, type_name: str, message: str, out_of_memory: str = "") -> Finding:
+    """``type_name`` is the qualified name without ``builtins.``; ``message`` is ``str(exception)``.
+    ``out_of_memory``: how the kernel ended the process that the message is about (``killed_loader``)."""
     line = message.strip().splitlines()[0][:300] if message.strip() else ""
     detail = f"{type_name}: {line}" if line else type_name
     short = type_name.rsplit(".", 1)[-1]
+    if out_of_memory:
+        detail = f"a worker of the data loader was killed: {out_of_memory}; {detail}"[:400]
+        return Finding(failure_class="out_of_memory", weight="primary", detail=detail)
     if type_name in _OUT_OF_MEMORY_TYPES or short == "OutOfMemoryError":
         return Finding(failure_class="out_of_memory", weight="primary", detail=detail)
     if type_name in _CONNECTION_TYPES or short in {"DistNetworkError", "DistStoreError"}:
@@ -96,8 +103,23 @@ def classify_exception(*, type_name: str, message: str) -> Finding:
     return Finding(failure_class="user_exception", weight="primary", detail=detail)
 
 
-def classify_exit(status: int) -> Finding:
-    """``status`` as in ``Popen.returncode``: an exit code, or a negative signal number. Never 0."""
+def killed_loader(message: str) -> int | None:
+    """The pid of the data loader's worker that was killed, as an exception of torch's says; None if it says no such
+    thing."""
+    found = _LOADER.search(message)
+    return int(found[1]) if found is not None else None
+
+
+def may_be_out_of_memory(status: int) -> bool:
+    """Whether the kernel ends a process like this for want of memory: by SIGKILL, or a shell's word for it."""
+    return status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+def classify_exit(status: int, *, out_of_memory: str = "") -> Finding:
+    """``status`` as in ``Popen.returncode``: an exit code, or a negative signal number. Never 0.
+    ``out_of_memory``: how it is known that the kernel ended the process for want of memory."""
+    if out_of_memory:
+        return Finding(failure_class="out_of_memory", weight="primary", detail=out_of_memory)
     if status < 0:
         name = _signal_name(-status)
         weight: Weight = "ambiguous" if -status in (signal.SIGABRT, signal.SIGPIPE) else "primary"

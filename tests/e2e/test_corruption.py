@@ -17,6 +17,7 @@ workers: {warm: false}
 heartbeat: {interval_s: 0.2, timeout_s: 20.0}
 detection: {hang_timeout_s: 60, corruption: {interval_steps: 4}}
 """
+STATE, REPLAY = "the state is", "replayed parts of the model are"
 
 
 def found(run: Run) -> list[dict[str, Any]]:
@@ -85,3 +86,32 @@ def test_what_is_not_finite_is_not_certified(tmp_path: Path) -> None:
             node.wait_exit()
         steps = {e["step"] for e in run.cluster.all_events("checkpoint_verified")}
         assert steps and max(steps) < 12, steps
+
+
+def test_a_layer_that_computes_wrongly_is_found_by_replay(tmp_path: Path) -> None:
+    """The wrong gradients have reached everybody's state: back to what was certified before it began."""
+    program = (PROGRAM, "--steps", "64", "--layer", "b", "--at", "30")
+    with running(tmp_path, *program, nnodes="3:4", policy=POLICY) as run:
+        run.cluster.form("a", "b", "c", "s")
+        clean_of(run)
+        run.assert_bitwise()
+        (fault,) = found(run)
+        assert fault["verdict"] == "attributed" and fault["suspects"] == [{"node_id": "b", "rank": 1}], fault
+        assert "outer (Linear)" in fault["detail"], fault
+        plan = plan_of(run, 2)
+        assert plan["action"] == "replace" and plan["quarantined"] == ["b"], plan
+        assert 0 < plan["recovery_step"] < 30 and plan["trust"] == "verified", plan
+
+
+def test_no_verdict_without_a_fault(tmp_path: Path) -> None:
+    """Batches of other sizes on each rank, running statistics of their own, dropout from generators of their own."""
+    with running(tmp_path, PROGRAM, "--steps", "40", "--uneven", nnodes="3:3", policy=POLICY) as run:
+        run.cluster.form("a", "b", "c")
+        run.assert_bitwise()
+        assert not run.cluster.all_events("fault_detected")
+        armed = [e["reason"] for e in run.cluster.all_events("protection_armed", adapter="vault")]
+        assert armed == [f"{what} compared between ranks 0, 1 and 2" for what in (STATE, REPLAY)]
+        (parts,) = {tuple(e["parts"]) for e in run.cluster.all_events("protection_armed") if "replay" in e["parts"][0]}
+        assert parts == ("replay: 4 of 4 modules",)
+        checks = {tuple(e["checks"]) for e in run.cluster.all_events("checkpoint_verified")}
+        assert checks == {("state",), ("state", "replay")}

@@ -40,7 +40,7 @@ def hang_of_everybody_blames_nobody() -> Story:
 def hang_and_one_does_not_tell() -> Story:
     story = watched(nodes="abc", standbys="d")
     story.looks("a", alarm=True).looks("b").waits()
-    story.commits(unlooked=True)
+    story.commits(unlooked=frozenset("c"))
     return story
 
 
@@ -49,6 +49,28 @@ def hang_alarm_is_withdrawn() -> Story:
     story.looks("a", alarm=True).waits()
     story.looks("b").looks("a", quiet_ms=10).waits()
     story.looks("c", quiet_ms=20).waits()
+    return story
+
+
+def hang_second_alarm_is_not_judged_by_what_was_seen_before() -> Story:
+    story = watched(nodes="abc", standbys="d")
+    story.looks("a", alarm=True).looks("b", entered=9, phase="user").looks("c").looks("a", quiet_ms=10).waits()
+    story.looks("a", alarm=True, entered=30, step=17).waits()
+    story.looks("c", entered=30, step=17).commits(unlooked=frozenset("b"))
+    return story
+
+
+def hang_alarm_of_one_that_ended_well() -> Story:
+    story = watched(nodes="abc")
+    story.looks("a", alarm=True, entered=9, phase="user").waits()
+    story.succeeds("a").looks("b").looks("c").waits()
+    return story
+
+
+def desync_is_asked_for_anew_after_an_old_look() -> Story:
+    story = watched(nodes="abc")
+    story.looks("a", alarm=True).looks("b").looks("c").looks("a", quiet_ms=10).waits()
+    story.raises("a", *LOST, step=17).waits()
     return story
 
 
@@ -151,6 +173,33 @@ def corruption_and_nothing_is_trusted() -> Story:
     for slot, node in enumerate("abc"):
         story.holds(node, f"{slot}@8/1")
     story.commits()
+    return story
+
+
+def corruption_in_files_is_not_taken_later() -> Story:
+    story = watched(nodes="ab", checkpointing=True)
+    story.finds("a", "silent_corruption", "b", "its parameters differ", evict=True, trusted=(8, 1))
+    story.holds("a", "0@8/1", "0@9/1", files="0@9/1 1@9/1").holds("b", "1@8/1", "1@9/1").commits()
+    story.forms()
+    story.exits("b", -9, step=8)
+    story.holds("a", "0@8/1", files="0@9/1 1@9/1").holds("b", "1@8/1", files="0@9/1 1@9/1").commits()
+    return story
+
+
+def corruption_from_the_start_and_then_a_crash() -> Story:
+    story = watched(nodes="ab", checkpointing=True)
+    story.finds("a", "silent_corruption", "b", "its computation differs", trusted=(0, 0))
+    story.holds("a", files="0@9/1 1@9/1").holds("b", files="0@9/1 1@9/1").commits()
+    story.forms()
+    story.exits("b", -9, step=2)
+    story.holds("a", files="0@9/1 1@9/1").holds("b", files="0@9/1 1@9/1").commits()
+    return story
+
+
+def unhealthy_node_and_no_state_is_left() -> Story:
+    story = watched(standbys="c", checkpointing=True)
+    story.health("b", "ECC errors").stands("a", problem="rank 0 is not protected")
+    story.holds("a", ever=True).holds("b", ever=True).holds("c").waits()
     return story
 
 

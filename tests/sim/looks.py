@@ -244,14 +244,13 @@ class Looks:
     def stop(self, process: Process, workers: Workers, *, place: Place | None = None, long: bool = True) -> None:
         """A running worker stands still, and with it the program. Not ``long``: it goes on when the alarm is raised."""
         chance = self.chance
-        place = place or chance.choice(("before", "before", "before", "inside", "all inside", "busy"))
-        if not long:
-            place = chance.choice(("before", "inside"))
+        places: tuple[Place, ...] = ("before", "before", "before", "inside", "all inside", "busy")
+        chosen: Place = place or chance.choice(places if long else ("before", "inside"))
         stop = Stop(
             group=workers.group,
             slot=workers.slot,
             node_id=process.node_id,
-            place=place,
+            place=chosen,
             phase=chance.choice(_OUTSIDE),
             state=chance.choice("RSSDT"),
             since_ms=self.world.now_ms,

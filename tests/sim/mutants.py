@@ -22,11 +22,11 @@ from lmres.rendezvous.joining import Joining
 from lmres.rendezvous.leases import LeaseTable
 from lmres.rendezvous.ledger import Ledger
 from lmres.rendezvous.state import Evidence, Finished, Formed, View
-from lmres.scout.localize import Suspect
+from lmres.scout.localize import Suspect, localize
 
 Patch = Callable[[], Any]
 _observe, _choose = LeaseTable.observe, resuming.choose
-_localize, _missing, _witnesses = looking.localize, vacancies.missing, blame.witnesses
+_localize, _witnesses = localize, blame.witnesses
 _create, _decide, _observed, _outcome = Ledger.create, deciding.decide, Agent._observed, Agent._outcome
 
 
@@ -257,9 +257,9 @@ def _anybody_is_replaced(view: View, head: Any) -> Any:
     return {e.cause.node_id: e.cause for e in told if e.reaction == "replace" or e.evict}
 
 
-def _slow_ones_must_go(view: View, head: Any, witnesses: Any) -> Any:
-    """With no standby there too."""
-    return [replace(v, hard=v.hard or v.failure_class == "straggler") for v in _missing(view, head, witnesses)]
+def _slow_ones_have_failed(view: View, head: Any, done: Any) -> Any:
+    told = [e for e in view.evidence(head.generation) if e.reaction == "replace" and e.attributed]
+    return _witnesses(view, head, done) + [blame.Witness(weight="primary", revision=0, cause=e.cause) for e in told]
 
 
 MUTANTS: dict[str, Patch] = {
@@ -268,7 +268,7 @@ MUTANTS: dict[str, Patch] = {
     "unclear_hang_is_blamed": _replaced(looking, "localize", _doubts_are_clear),
     "reports_are_witnesses": _replaced(blame, "witnesses", _reports_are_witnesses),
     "unclear_finding_evicts": _replaced(vacancies, "to_be_replaced", _anybody_is_replaced),
-    "slow_ones_must_go": _replaced(deciding, "missing", _slow_ones_must_go),
+    "slow_ones_have_failed": _replaced(blame, "witnesses", _slow_ones_have_failed),
     "unfit_standby_chosen": _replaced(View, "unfit_reason", lambda self, node_id: None),
     "trust_is_not_asked": _replaced(deciding, "newest_trusted", lambda view, head: None),
     "doubts_are_forgotten": _replaced(resuming, "doubts_of", lambda head, trusted: ()),

@@ -23,6 +23,7 @@ STAND_MS = 10_000
 RETRY_MS = 40
 
 Kind = Literal["good", "late", "can not", "does not"]
+KINDS: tuple[Kind, ...] = ("good", "late", "can not", "does not")
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class Standing:
     def kind(self, workers: Workers) -> Kind:
         key = (workers.group, workers.slot)
         if key not in self.kinds:
-            self.kinds[key] = self.chance.choices(("good", "late", "can not", "does not"), weights=(6, 1, 1, 1))[0]  # type: ignore[assignment]
+            self.kinds[key] = self.chance.choices(KINDS, weights=(6, 1, 1, 1))[0]
         return self.kinds[key]
 
     # -- the agent ----------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_counters_of_both_versions(tmp_path: Path) -> None:
         },
     )
     assert cgroups.quota_wait_us(new / "cgroup", new / "fs") == 700
-    assert cgroups.oom_kills(new / "cgroup", new / "fs") == 2
+    assert cgroups.oom_kills(new / "cgroup", new / "fs") == 1
     assert cgroups.quota_wait_us(old / "cgroup", old / "fs") == 5000
     assert cgroups.oom_kills(old / "cgroup", old / "fs") == 5
 

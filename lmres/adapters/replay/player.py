@@ -27,7 +27,7 @@ import xxhash
 from lmres.adapters.replay import machine
 from lmres.adapters.replay.parts import Like, Part, Parts, embedding_size, problem_of
 
-LARGEST_BATCH = 8
+LARGEST_BATCH = 32
 MAX_REASONS = 3
 
 Tell = Callable[..., None]
@@ -275,7 +275,7 @@ def _batch(torch: Any, arguments: tuple[Any, Any]) -> int:
 
 
 def _smaller(batch: int) -> int:
-    """The power of two that is not above it, at most eight."""
+    """The power of two that is not above it, within a limit."""
     return min(LARGEST_BATCH, 1 << max(0, batch.bit_length() - 1))
 
 

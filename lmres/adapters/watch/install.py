@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from typing import Any
@@ -28,6 +29,7 @@ def build(torch: Any, text: str, session: Session) -> Watch:
     stacks = Stacks(number)
     watch.on_let_go.append(stacks.let_go)
     watch.begin()
+    atexit.register(watch.ending)  # early, so it runs late: what the program does at exit is still its own
     message = {"kind": "watch", "armed": True, "signal": stacks.signal, "stacks_fd": stacks.fd}
     session.send(json.dumps(message).encode())
     return watch

@@ -48,7 +48,7 @@ from lmres.adapters.bootstrap.page import (
 from lmres.adapters.bootstrap.session import Session
 from lmres.scout.sighting import PHASES
 
-START, USER, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, LOADER, CHECKPOINT_IO = range(8)
+START, USER, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, LOADER, CHECKPOINT_IO, END = range(9)
 assert PHASES == ("start", "user", "forward", "backward", "optimizer", "collective", "loader", "checkpoint_io", "end")
 _NOT_TIMED = 0
 _LEARNING = (FORWARD, BACKWARD, OPTIMIZER)
@@ -101,6 +101,13 @@ class Watch:
         EVENT_PHASE.pack_into(self._page, EVENT_AT, next(self._events), now, self.codes[-1], now)
         ARMED.pack_into(self._page, ARMED_AT, 1)
         self.on = True
+
+    def ending(self) -> None:
+        """The program is over; the interpreter takes its time to end."""
+        if self.on:
+            now = time.monotonic_ns()
+            self.codes[0] = END
+            EVENT_PHASE.pack_into(self._page, EVENT_AT, next(self._events), now, END, now)
 
     def let_go(self) -> None:
         """In a forked child."""

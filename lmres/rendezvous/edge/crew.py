@@ -27,7 +27,8 @@ from lmres.rendezvous.edge.workers.stop import StopReport, stop_workers
 from lmres.rendezvous.edge.workers.warm import WarmPool, names_of_report
 from lmres.rendezvous.plan import Cause, ExceptionInfo
 from lmres.rendezvous.state import Banned, Evidence, Member, Paused
-from lmres.scout.evidence import Finding, classify_exception, classify_exit
+from lmres.scout.edge.oom import OomWatch
+from lmres.scout.evidence import Finding, classify_exception, classify_exit, killed_loader, may_be_out_of_memory
 
 log = logging.getLogger("lmres")
 
@@ -80,6 +81,7 @@ class Crew:
             warm=warm,
         )
         self._on_error = on_error
+        self._oom = OomWatch()
         self.generation = 0
         self.started_ms: int | None = None
         self.stopped_ms: int | None = None
@@ -120,6 +122,7 @@ class Crew:
         self.monitor.close()
         if self._warm is not None:
             self._warm.close()
+        self._oom.close()
 
     # -- a generation -------------------------------------------------------------------------------------------------
 
@@ -134,6 +137,7 @@ class Crew:
     ) -> None:
         """The next ``expected`` workers that torch starts belong to ``generation``. ``restored``: step and origin of
         the state that they go on from, None at step 0; ``origin``: of the states that they capture."""
+        self._oom.renew()
         with self._lock:
             for worker in self.monitor.workers():
                 self._guardian.unregister(worker.pid)
@@ -394,7 +398,9 @@ class Crew:
         info = ExceptionInfo(type_name=type_name, message=text, last_lines=last)
         at_ms = message.get("monotonic_ms")
         self._reports.add(worker.pid)
-        finding = classify_exception(type_name=type_name, message=text)
+        loader = killed_loader(text)
+        why = self._oom.cause(loader) if loader is not None else ""
+        finding = classify_exception(type_name=type_name, message=text, out_of_memory=why)
         self._add_fault(worker, finding, 1, at_ms if isinstance(at_ms, int) else now_ms(), info)
 
     def _exited(self, worker: WorkerProcess, status: int, at_ms: int) -> None:
@@ -403,7 +409,8 @@ class Crew:
         self._statuses[worker.place.local_rank] = status
         self._holding.add(worker.pid)
         if status != 0 and worker.pid not in self._reports:
-            self._add_fault(worker, classify_exit(status), status, at_ms, None)
+            why = self._oom.cause(worker.pid) if may_be_out_of_memory(status) else ""
+            self._add_fault(worker, classify_exit(status, out_of_memory=why), status, at_ms, None)
         ended_well = len(self._statuses) == self._expected and not any(self._statuses.values())
         if ended_well and not self._stopping:
             self.succeeded = self.generation

@@ -276,15 +276,6 @@ def sabotage():
     return ddp()[1]
 
 
-def layers():
-    """Whether anything of the watch is in place."""
-    return (
-        [getattr(f, "__module__", ""), f.__code__.co_filename.rsplit(os.sep, 3)[-3:]]
-        if (f := nn.Module.__call__)
-        else None
-    )
-
-
 def digest(tensors):
     import hashlib
 

@@ -152,6 +152,16 @@ def test_any_delays_within_bounds(seed):
     assert len(group.safes) >= 800 // (25 * (most + 3)), group.safes
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_for_replay_does_not_hold_up_captures(seed):
+    chance = random.Random(seed)
+    most = chance.choice((0, 1, 5, 20))
+    group = Group.of(count=chance.randint(2, 4), ranks=chance.randint(1, 2), replicated=True, anchors=True)
+    group.run(ticks=800, delay=lambda m: chance.randint(0, most))
+    assert len(group.safes) >= 800 // (25 * (most + 3)), group.safes
+    assert len(group.anchors) >= 3, group.anchors
+
+
 class Vaults(RuleBasedStateMachine):
     """Steps and deliveries in any order; whatever happened, with fair delivery captures go on."""
 
@@ -163,10 +173,18 @@ class Vaults(RuleBasedStateMachine):
         replicated=st.booleans(),
         restored=st.booleans(),
         every=st.sampled_from([None, 1, 3]),
+        anchors=st.booleans(),
     )
-    def begin(self, count, ranks, replicated, restored, every):
+    def begin(self, count, ranks, replicated, restored, every, anchors):
         safe = Key(4, 1) if restored else None
-        self.group = Group.of(count=count, ranks=ranks, replicated=replicated, safe=safe, durable_interval=every)
+        self.group = Group.of(
+            count=count,
+            ranks=ranks,
+            replicated=replicated,
+            anchors=anchors,
+            safe=safe,
+            durable_interval=every,
+        )
 
     @rule(data=st.data())
     def step(self, data):

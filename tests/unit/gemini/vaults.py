@@ -1,6 +1,7 @@
 """Vaults that follow the rules of ``lmres.gemini.watermark``, and a network that delivers when it is told.
 
-Each vault has local ranks with two buffers each, and holds replicas for another vault, two buffers each as well.
+Each vault has local ranks with two buffers each, and holds replicas for another vault, two buffers each as well; four
+where keys are kept for what replay certifies.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmres.gemini.certify import Certifier, Print, Replayed
 from lmres.gemini.inventory import Key
 from lmres.gemini.watermark import Hub, Report, Verdict
 
 GENERATION = 2
+PARTS = 3
+REPLAY_EVERY = 2
 
 
 @dataclass
@@ -45,6 +49,8 @@ class Vault:
     send: Callable[[Message], None]
     verdict: Verdict
     interval: int = 1
+    first_rank: int | None = None
+    """Set where ranks are compared, and replay."""
     step: list[int] = field(default_factory=list)
     slots: list[Buffers] = field(default_factory=list)
     replicas: dict[tuple[str, int], Buffers] = field(default_factory=dict)
@@ -57,8 +63,11 @@ class Vault:
         start = self.verdict.safe
         first = start.step if start is not None else 0
         self.step = [first] * self.ranks
-        self.slots = [Buffers([start, None]) for _ in range(self.ranks)]
+        self.slots = [self._buffers(start) for _ in range(self.ranks)]
         self.held = {(r, start) for r in range(self.ranks)} if start is not None else set()
+
+    def _buffers(self, start: Key | None = None) -> Buffers:
+        return Buffers([start, None] if self.first_rank is None else [start, None, None, None])
 
     def advance(self, rank: int) -> None:
         """One optimizer step of a rank: captured or skipped."""
@@ -89,10 +98,27 @@ class Vault:
             seen=frozenset(seen),
             floor=floor,
             durable=frozenset(self.persisted),
+            **self._compared(),
         )
         if body != self.told:
             self.told = body
             self.send(Message("hub", "report", body))
+
+    def _compared(self) -> dict[str, Any]:
+        if self.first_rank is None:
+            return {}
+        prints: dict[Key, dict[int, Print]] = {}
+        replays = []
+        for i, buffers in enumerate(self.slots):
+            rank = self.first_rank + i
+            for key in buffers.keys:
+                if key is not None and (self.verdict.safe is None or key >= self.verdict.safe):
+                    prints.setdefault(key, {})[rank] = Print(layout="l", digest=str(key))
+            step = self.step[i] // REPLAY_EVERY * REPLAY_EVERY
+            part = self.step[i] // REPLAY_EVERY % PARTS
+            replays.append((rank, Replayed(step=step, part=part, parts=PARTS, what=f"part {part}", digest=str(step))))
+        ranks = tuple(range(self.first_rank, self.first_rank + self.ranks))
+        return {"ranks": ranks, "prints": prints, "replays": tuple(replays), "room": True}
 
     def take(self, message: Message) -> None:
         match message.kind:
@@ -118,7 +144,7 @@ class Vault:
 
     def _hold(self) -> None:
         for owner, rank, key in list(self.waiting):
-            buffers = self.replicas.setdefault((owner, rank), Buffers([None, None]))
+            buffers = self.replicas.setdefault((owner, rank), self._buffers())
             if self.verdict.reusable(key):
                 del self.waiting[owner, rank, key]
             elif buffers.put(key, self.verdict):
@@ -135,10 +161,13 @@ class Group:
     bag: list[Message]
     now: int = 0
     safes: list[Key] = field(default_factory=list)
+    anchors: list[Key] = field(default_factory=list)
     gone: set[Key] = field(default_factory=set)
 
     @staticmethod
-    def of(*, count: int, ranks: int, replicated: bool, interval: int = 1, **hub: Any) -> Group:
+    def of(
+        *, count: int, ranks: int, replicated: bool, interval: int = 1, anchors: bool = False, **hub: Any
+    ) -> Group:
         names = [f"v{i}" for i in range(count)]
         bag: list[Message] = []
         start = hub.get("safe")
@@ -150,14 +179,18 @@ class Group:
                 send=bag.append,
                 verdict=Verdict(safe=start),
                 interval=interval,
+                first_rank=i * ranks if anchors else None,
             )
             for i, n in enumerate(names)
         }
         for vault in vaults.values():
             if start is not None and vault.peer is not None:
                 for rank in range(ranks):
-                    vaults[vault.peer].replicas[vault.name, rank] = Buffers([start, None])
-        return Group(vaults=vaults, hub=Hub(members=frozenset(names), **hub), bag=bag)
+                    vaults[vault.peer].replicas[vault.name, rank] = vault._buffers(start)
+        made = Hub(members=frozenset(names), **hub)
+        if anchors:
+            made.certifier = Certifier(members=made.members, origin=GENERATION, base=start)
+        return Group(vaults=vaults, hub=made, bag=bag)
 
     def may_step(self, name: str, rank: int) -> bool:
         """Ranks train together: nobody is more than a step ahead."""
@@ -174,6 +207,8 @@ class Group:
             return
         if verdict.safe is not None and (not self.safes or self.safes[-1] != verdict.safe):
             self.safes.append(verdict.safe)
+        if verdict.anchor is not None and verdict.anchor not in self.anchors:
+            self.anchors.append(verdict.anchor)
         self.gone |= set(verdict.dead)
         for name in self.vaults:
             self.bag.append(Message(name, "verdict", verdict))
@@ -181,15 +216,18 @@ class Group:
     def check(self) -> None:
         assert self.safes == sorted(set(self.safes)), "the safe key went back"
         assert not self.gone & set(self.safes), "a dead key was called safe"
+        assert self.anchors == sorted(self.anchors), "the anchor went back"
         safe = self.hub.safe
-        if safe is None:
-            return
+        for key in {*self.hub.verdict().kept, *([safe] if safe is not None else ())}:
+            self._check_whole(key)
+
+    def _check_whole(self, key: Key) -> None:
         for vault in self.vaults.values():
-            assert all(safe in s.keys for s in vault.slots), f"{vault.name} no longer holds {safe}"
+            assert all(key in s.keys for s in vault.slots), f"{vault.name} no longer holds {key}"
             if vault.peer is not None:
                 peer = self.vaults[vault.peer]
                 for rank in range(vault.ranks):
-                    assert safe in peer.replicas[vault.name, rank].keys, f"{peer.name} dropped its copy of {safe}"
+                    assert key in peer.replicas[vault.name, rank].keys, f"{peer.name} dropped its copy of {key}"
 
     def settle(self) -> None:
         """Everything that is on its way arrives, in the order it was sent."""

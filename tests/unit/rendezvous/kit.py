@@ -40,6 +40,7 @@ class Node:
         self._process = process or name
         recovery = config.pop("recovery", Recovery())
         checkpointing = config.pop("checkpointing", Checkpointing())
+        watched = config.pop("watched", False)
         values = {"min_nodes": 2, "max_nodes": 3, "policy": None, **config}
         self.agent = Agent(
             settings=Settings(
@@ -67,6 +68,7 @@ class Node:
                 join_timeout_ms=20_000,
                 form_timeout_ms=8_000,
                 checkpointing=checkpointing,
+                watched=watched,
             ),
             new_incarnation=self._incarnation,
             process_is_dead=dead or (lambda member: False),

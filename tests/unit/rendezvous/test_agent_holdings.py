@@ -9,7 +9,7 @@ from lmres.gemini.inventory import Holdings
 from lmres.ports import Put, Range, Txn
 from lmres.rendezvous.edge.stores.engine import Engine
 from lmres.rendezvous.plan import Cause
-from lmres.rendezvous.resume import TELL_MS, Checkpointing
+from lmres.rendezvous.resume import TELL_MS, Checkpointing, told
 from lmres.rendezvous.state import Banned, Evidence, Hold, Ready, StopRequest
 from tests.unit.rendezvous.kit import INTERVAL, KEYS, TIMEOUT, Node, let, put
 
@@ -295,3 +295,44 @@ def _ready(node: Node) -> dict[str, Any]:
         "master_port": 29500,
         "restarts_left": 3,
     }
+
+
+def said_by(node: Node, asked: Node) -> Holdings:
+    """What ``node`` knows of the newest words of another."""
+    return node.agent.view.holdings()[asked.name][1]
+
+
+def held_before_forming(engine: Engine) -> list[Node]:
+    """Generation 2 has a plan, and all have said what they hold, because it had to be replaced too; it has not."""
+    a, b = running(engine, "ab")
+    crash(b)
+    let_tell([b, a], ms=1500)
+    assert generation(a) == 2
+    for node in (a, b):
+        node.see(holdings=Holdings(node_id=node.name, incarnation="told by the vault", generation=2, port=1))
+    let(a, b, a, ms=250)
+    assert said_by(a, b).generation == 2 and a.agent.view.formed(2) is None
+    return [a, b]
+
+
+def test_what_was_held_before_a_group_formed_is_not_said_again_unless_it_is_asked_for() -> None:
+    engine = Engine()
+    a, b = held_before_forming(engine)
+    for node in (a, b):
+        node.returns()
+    let(a, b, ms=1000)
+    assert a.agent.view.formed(2) is not None and a.outcome.freeze is None
+    assert told(a.agent.view, 2) == ()
+
+
+def test_what_was_held_before_workers_were_started_is_taken_back() -> None:
+    engine = Engine()
+    a, b = held_before_forming(engine)
+    for node in (a, b):
+        node.returns()
+    let(a, b, ms=1000)
+    for node in (a, b):
+        node.starts()
+        node.see(holdings=None)
+    let(a, b, ms=500)
+    assert said_by(a, b) == Holdings(node_id="b", incarnation="b.1", generation=0, port=1)

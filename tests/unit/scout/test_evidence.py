@@ -4,7 +4,13 @@ import signal
 
 import pytest
 
-from lmres.scout.evidence import WEIGHT_ORDER, classify_exception, classify_exit
+from lmres.scout.evidence import (
+    WEIGHT_ORDER,
+    classify_exception,
+    classify_exit,
+    killed_loader,
+    may_be_out_of_memory,
+)
 
 CONSEQUENCES = [
     ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
@@ -91,3 +97,27 @@ def test_a_state_that_can_not_be_had_blames_no_worker(name: str) -> None:
         type_name=f"lmres.errors.{name}", message="no whole copy is left for rank 0: a: reset by peer"
     )
     assert (found.failure_class, found.weight, found.blames) == ("unknown", "primary", False)
+
+
+@pytest.mark.parametrize(
+    ("message", "pid"),
+    [
+        ("DataLoader worker (pid 4321) is killed by signal: Killed. ", 4321),
+        ("DataLoader worker (pid(s) 11, 12) exited unexpectedly", 11),
+        ("DataLoader worker (pid 4321) is killed by signal: Segmentation fault. ", None),
+        ("boom", None),
+    ],
+)
+def test_a_loaders_worker_that_was_killed(message: str, pid: int | None) -> None:
+    assert killed_loader(message) == pid
+
+
+def test_what_the_kernel_ended_for_want_of_memory() -> None:
+    found = classify_exit(-9, out_of_memory="killed by the kernel")
+    assert (found.failure_class, found.weight, found.detail) == ("out_of_memory", "primary", "killed by the kernel")
+    loader = classify_exception(
+        type_name="RuntimeError", message="DataLoader ...", out_of_memory="killed by the kernel"
+    )
+    assert (loader.failure_class, loader.weight, loader.blames) == ("out_of_memory", "primary", True)
+    assert loader.detail.startswith("a worker of the data loader was killed: killed by the kernel; RuntimeError")
+    assert [may_be_out_of_memory(s) for s in (-9, 137, -15, 1)] == [True, True, False, False]

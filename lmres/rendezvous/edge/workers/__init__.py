@@ -5,7 +5,8 @@ until the recovery plan says what it means. The parts:
 
 - ``patch``: the one place where torch is changed; it hands the start of a worker to ``monitor``.
 - ``process``: a ``Popen`` whose ``poll`` answers only when a gate lets it.
-- ``progress``: the page in which a worker counts its optimizer steps.
+- ``progress``: the page in which a worker notes what it does: its steps, its phase, its collectives.
+- ``stacks``: where its main thread is, without its help.
 - ``monitor``: one thread that sees exits and reports as they happen.
 - ``stop``: SIGTERM, the grace, SIGKILL; whole process tree, bounded.
 - ``guardian`` and ``guardian_main``: a tiny process that cleans up when the agent itself is killed or frozen.

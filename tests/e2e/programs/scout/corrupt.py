@@ -90,7 +90,7 @@ def main():
     torch.manual_seed(1)
     data = Points(32 * dist.get_world_size())
     sampler = DistributedSampler(data, seed=3)
-    loader = DataLoader(data, batch_size=4 + 2 * rank if args.uneven else 4, sampler=sampler)
+    loader = DataLoader(data, batch_size=4 + rank if args.uneven else 4, sampler=sampler)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + rank)
@@ -99,7 +99,7 @@ def main():
         sampler.set_epoch(epoch)
         epoch += 1
         for i, (x, y) in enumerate(loader):
-            if args.uneven and i >= 3:  # as many batches as whoever has the largest ones
+            if args.uneven and i >= 5:  # as many batches as whoever has the largest ones
                 break
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()

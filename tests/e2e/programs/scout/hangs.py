@@ -18,11 +18,11 @@ FOR_EVER_S = 3600
 
 
 def planted(args, kind, step):
-    """Whether this rank does it now. Its later lives find no file when they start."""
-    if not args.once or args.fault != kind or dist.get_rank() != args.rank or step != args.at:
+    """Whether this rank does it now. Its later lives find no file."""
+    plant = os.path.join(args.folder, "plant")
+    if args.fault != kind or dist.get_rank() != args.rank or step != args.at or not os.path.exists(plant):
         return False
-    args.once = False
-    os.remove(os.path.join(args.folder, "plant"))
+    os.remove(plant)
     with open(os.path.join(args.folder, "when"), "w") as file:
         file.write(str(time.time()))
     return True
@@ -72,7 +72,6 @@ def main():
     options.add_argument("--at", type=int, default=10)
     options.add_argument("--epochs", type=int, default=10)
     args = options.parse_args()
-    args.once = os.path.exists(os.path.join(args.folder, "plant"))
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     data = Stalling(args, 48)
