@@ -162,7 +162,7 @@ class Certifier:
     # -- state
 
     def allows(self, key: Key, safe: Key | None) -> bool:
-        """Whether a key that is whole everywhere may become safe. ``safe``: the newest that is."""
+        """Whether a key that is whole everywhere may become safe. ``safe``: the newest that is, or is about to."""
         if key in self.differing:
             return not self.holds_back
         if self._classes is None and self.base is not None:

@@ -2,8 +2,8 @@
 
 A pure function of what the live vaults say they hold. Parts are found by digest on whatever vault has them, for
 whatever rank or key; but all ranks restore one key, so images of different steps or origins never meet. Excluded are
-keys that are banned (they led to a failure before) or not finite. Images of a group of another shape do not fit, and
-nothing is guessed about them.
+keys that are banned (they led to a failure before), not finite, doubted, or not compared yet and different between
+equals. Images of a group of another shape do not fit, and nothing is guessed about them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lmres.gemini.inventory import PART_NAMES, Copy, Doubt, Holdings, Key, Trust
+from lmres.gemini.inventory import PART_NAMES, Copy, Doubt, Holdings, Key, Part, Trust
 
 Source: TypeAlias = Literal["local", "replica", "peer", "durable"]
 _FARTHEST: dict[Source, int] = {"local": 0, "replica": 1, "peer": 2, "durable": 3}
@@ -73,7 +73,7 @@ def choose(
         copies = [c for c in stock.copies[key] if c.topology == topology]
         if not copies:
             continue
-        why = _excluded(key, stock.copies[key], banned, trusted, doubts)
+        why = _excluded(key, stock.copies[key], banned, trusted, doubts) or _differing(stock, key, topology)
         by_rank: dict[int, list[Copy]] = {}
         for c in copies:
             by_rank.setdefault(c.rank, []).append(c)
@@ -142,7 +142,7 @@ def _best(stock: Stock, copies: list[Copy], home: str) -> _Found:
     candidates = [_look(stock, copy, home) for copy in copies]
     if not candidates:
         return _Found(missing=PART_NAMES)
-    return min(candidates, key=lambda f: (len(f.missing), _FARTHEST[f.source], f.trust))
+    return min(candidates, key=lambda f: (len(f.missing), _FARTHEST[f.source], f.trust != "verified"))
 
 
 def _look(stock: Stock, copy: Copy, home: str) -> _Found:
@@ -179,6 +179,25 @@ def _excluded(
     if not all(c.finite for c in copies):
         return "holds values that are not finite"
     return ""
+
+
+def _differing(stock: Stock, key: Key, topology: str) -> str:
+    """A failure may come before the group has compared its newest images: ranks that were equal in a verified one, and
+    differ now."""
+
+    def shared(of: Key) -> dict[int, Part]:
+        return {c.rank: c.shared for c in stock.copies[of] if c.topology == topology and c.place == "memory"}
+
+    older = (k for k in stock.copies if k < key and any(c.trust == "verified" for c in stock.copies[k]))
+    verified = max((k for k in older if shared(k)), default=None)
+    if verified is None or any(c.trust == "verified" for c in stock.copies[key]):
+        return ""
+    now = shared(key)
+    equals: dict[str, set[str]] = {}
+    for rank, part in shared(verified).items():
+        if part.length and rank in now:
+            equals.setdefault(part.digest, set()).add(now[rank].digest)
+    return "differs between ranks that were equal before" if any(len(d) > 1 for d in equals.values()) else ""
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -176,9 +176,11 @@ class Hub:
     def _judge(self) -> None:
         whole = set.intersection(*(self._whole.get(m, set()) for m in self.members))
         # All of them, in order: what differs in one is not made good by a later one.
-        good = [k for k in sorted(whole) if self._is_open(k) and self._is_sound(k)]
-        if good:
-            self._advance(good[-1])
+        good = self.safe
+        for key in sorted(k for k in whole if self._is_open(k)):
+            good = key if self._is_sound(key, good) else good
+        if good is not None and good != self.safe:
+            self._advance(good)
         if self.certifier is not None:
             self.certifier.advanced(self.safe)
         lost = {k for k in self._seen if any(self._never(m, k) for m in self.members)}
@@ -188,9 +190,9 @@ class Hub:
         self._behind = max(self._behind, min(self._floor.get(m, -1) for m in self.members))
         self._dead = {k for k in self._dead if k.step > self._behind}
 
-    def _is_sound(self, key: Key) -> bool:
-        """Whether its equals agree, as far as it has any. A key whose equals differ is dead."""
-        if self.certifier is None or self.certifier.allows(key, self.safe):
+    def _is_sound(self, key: Key, good: Key | None) -> bool:
+        """Whether its equals agree, as far as it has any. A key whose equals differ is dead. ``good``: the one before."""
+        if self.certifier is None or self.certifier.allows(key, good):
             return True
         self._seen.discard(key)
         self._dead.add(key)

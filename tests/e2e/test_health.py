@@ -123,8 +123,8 @@ def test_unfit_before_it_joins_is_not_among_the_first(tmp_path: Path) -> None:
 
 
 def test_a_command_that_hangs_is_said_and_nothing_happens(tmp_path: Path) -> None:
-    with ward(tmp_path, "cycle.py", command="exec sleep 600", nnodes="2:2", env={"STEP_S": "1.6"}) as (run, _):
-        a, b = run.cluster.form("a", "b")
+    with ward(tmp_path, "cycle.py", command="exec sleep 600", nnodes="2:2", env={"STEP_S": "1.6"}) as (run, _clinic):
+        a, _ = run.cluster.form("a", "b")
         armed = a.wait_event("protection_armed", adapter="health")
         assert "memory" in armed["parts"] and "command" not in armed["parts"]
         off = a.wait_event("protection_off", adapter="health", parts=["command"])

@@ -336,5 +336,7 @@ FIRST_SEEDS = {
     "torn_lease_skipped": 18,
     "wipe_without_door": 101,
     "witnesses_are_not_heard": 160,
+    "withdrawn_alarm_counts": 70,
+    "doubts_are_forgotten": 90,
 }
 """Where the search begins, to save time: the seed that found the bug when this was written, if not among the first."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from lmres.adapters.watch.marks import COLLECTIVE, OP_BYTES, SHAPE_BYTES, Group, Watch, ranks_of, ranks_text
+from lmres.adapters.watch.marks import BACKWARD, COLLECTIVE, OP_BYTES, SHAPE_BYTES, Group, Watch, ranks_of, ranks_text
 
 NOT_COUNTED = ("send", "recv", "recv_any_source")
 """Ranks of a group legitimately differ in their numbers of these."""
@@ -76,7 +76,7 @@ class Collectives:
         return bool(self._torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
 
     def _kernel(self, op: Any, name: str, group_at: int, flag_at: int) -> Callable[..., Any]:
-        watch, key, note = self._watch, self._key, self._note
+        watch, key, note, codes = self._watch, self._key, self._note, self._watch.codes
         encoded = name.encode()[:OP_BYTES]
         counts = name not in NOT_COUNTED
         tensor_at = 1 if name in _SECOND else 0
@@ -88,13 +88,14 @@ class Collectives:
             if not watch.on:
                 return op.redispatch(keyset, *args, **kwargs)
             group, number, on_host = note(encoded, args, group_at, tensor_at, counts, typed)
-            if group is None or get_ident() != watch.main:
+            waits = blocking or (flag_at < len(args) and args[flag_at] is False)
+            if group is None or (codes[-1] == BACKWARD and not waits) or get_ident() != watch.main:
                 return op.redispatch(keyset, *args, **kwargs)
             result = watch.within(COLLECTIVE, op.redispatch, (keyset, *args), kwargs)
-            if number and on_host:  # on a device, what was waited for may only be ordered
+            if waits and number and on_host:  # on a device, what was waited for may only be ordered
                 if blocking:
                     watch.over(group, number)
-                elif flag_at < len(args) and args[flag_at] is False:
+                else:
                     watch.sync = (group, number)
             return result
 

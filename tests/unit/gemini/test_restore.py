@@ -258,3 +258,30 @@ def test_long_stories_stay_short(count):
     held = holds("a", *[copy(0, step) for step in range(1, count)])
     found = pick(held, holds("b"))
     assert isinstance(found, Nothing) and len(found.reason) < 500 and f"and {count - 1 - 3} more" in found.reason
+
+
+def test_what_differs_between_equals_is_passed_over_before_anybody_has_compared_it():
+    def group(flipped: int, trust: str = "verified") -> Choice | Nothing:
+        def of(rank: int) -> Holdings:
+            newer = copy(rank, 5, ddp=rank != flipped)
+            return holds("ab"[rank], copy(rank, 4, ddp=True, trust=trust), newer)
+
+        return pick(of(0), of(1))
+
+    found = group(flipped=1)
+    assert isinstance(found, Choice)
+    assert (found.step, found.trust) == (4, "verified") and "differs between ranks that were equal" in found.reason
+    assert group(flipped=9).step == 5
+    assert group(flipped=1, trust="unverified").step == 5, "who was never equal is not held to it"
+
+
+def test_ranks_with_shards_of_their_own_are_not_held_to_anything():
+    found = pick(
+        holds("a", copy(0, 4, trust="verified"), copy(0, 5)), holds("b", copy(1, 4, trust="verified"), copy(1, 5))
+    )
+    assert found.step == 5
+
+
+def test_one_vault_that_knows_of_the_comparison_is_enough():
+    found = pick(holds("a", copy(0, 5, trust="verified"), copy(1, 5)), holds("b", copy(1, 5, trust="verified")))
+    assert found.trust == "verified"
