@@ -119,8 +119,8 @@ class Straggler(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corruption(Section):
-    interval_steps: int = count(10, "Optimizer steps between two comparisons of replicated state.")
-    replay: bool = flag(True, "Replay a step to tell which side of a difference is wrong.")
+    interval_steps: int = count(10, "Optimizer steps between two replays; captured states are compared each time.")
+    replay: bool = flag(True, "Compute parts of the model anew, and compare what comes of it between equals.")
     action: Reaction = choice(Reaction, "replace", "What is done about it.")
 
 

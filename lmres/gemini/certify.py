@@ -26,17 +26,21 @@ from typing import Literal
 
 from lmres.gemini.inventory import Key
 
-Check = Literal["state", "replay", "once", "again"]
-"""``once``: a replay that did not come out the same twice. ``again``: the same steps were made again, and now agree."""
+Check = Literal["state", "replay", "once", "again", "cleared"]
+"""``once``: a replay that did not come out the same twice. ``again``: the same steps were made again, and now agree.
+``cleared``: a part that differed in an earlier generation has passed twice."""
 
+NOT_FINITE = "not finite"
 _MAX_KEYS = 16
 _MAX_REPLAYS = 3
+_CLEARED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Print:
     """Of the shared part of one rank's image. ``layout``: only ranks with the same text may be equals; it names
-    tensors, shards and the kind of machine. ``finite``: all of it."""
+    tensors, shards and the kind of machine. ``finite``: all of it. ``digest`` may be ``NOT_FINITE``: the parameters are
+    not, and there is no image."""
 
     layout: str
     digest: str
@@ -60,7 +64,8 @@ class Replayed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """Equals that differ. ``groups``: their ranks by what they have, the largest first. ``ranks``: with ``again`` those
-    that were wrong, with ``once`` those that were not steady. ``trusted``: the newest key this casts no doubt on, None
+    that were wrong, with ``once`` those that were not steady, with ``state`` those that are not finite while others
+    are. ``trusted``: the newest key this casts no doubt on, None
     if there is none; ``from_start``: then the generation began at step 0."""
 
     check: Check
@@ -85,7 +90,8 @@ class Covered:
 @dataclass(slots=True)
 class Certifier:
     """Of one generation. ``base``: the restored key, ``certified`` if it was an anchor. ``holds_back``: what differs is
-    not to become safe. ``questioned``: by step, what ranks had when they differed in an earlier generation."""
+    not to become safe. ``questioned``: by step, what ranks had when they differed in an earlier generation;
+    ``doubted``: the part of the model in which they did (``part_name``)."""
 
     members: frozenset[str]
     origin: int
@@ -93,6 +99,7 @@ class Certifier:
     certified: bool = False
     holds_back: bool = True
     questioned: dict[int, dict[int, str]] = field(default_factory=dict)
+    doubted: str = ""
     anchor: Key | None = None
     candidate: Key | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -110,6 +117,7 @@ class Certifier:
     _replay_told: bool = False
     _state_found: bool = False
     _replay_found: bool = False
+    _cleared: int = 0
 
     def __post_init__(self) -> None:
         if self.certified:
@@ -180,9 +188,18 @@ class Certifier:
             return True
         return self._differs(key, {rank: prints[rank].digest for rank in differing}, safe)
 
+    def _look_for_spoilt(self, safe: Key | None) -> None:
+        """A bit flipped in an exponent: one rank has no image to show, since it is not finite, and its equals have."""
+        for key in sorted(key for key in self._prints if safe is None or key > safe):
+            prints = self._prints[key]
+            for group in self._equals(prints) if self._everybody <= prints.keys() else ():
+                digests = {rank: prints[rank].digest for rank in group}
+                if NOT_FINITE in digests.values() and len(set(digests.values())) > 1 and key not in self.differing:
+                    self._differs(key, digests, safe)
+
     def _differs(self, key: Key, digests: dict[int, str], safe: Key | None) -> bool:
         groups = _groups(digests)
-        every_one = len(groups) > 2 and all(len(group) == 1 for group in groups)
+        every_one = len(groups) > 2 and all(len(group) == 1 for group in groups) and NOT_FINITE not in digests.values()
         if every_one or self.questioned.get(key.step) == digests:
             why = "all differ from each other" if every_one else "they differ in the same way when it is made again"
             self._classes = ()
@@ -192,7 +209,8 @@ class Certifier:
         self.differing[key] = digests
         if not self._state_found:
             self._state_found = True
-            self.findings.append(Finding(check="state", key=key, groups=groups, trusted=safe))
+            spoilt = tuple(sorted(rank for rank in digests if digests[rank] == NOT_FINITE))
+            self.findings.append(Finding(check="state", key=key, groups=groups, ranks=spoilt, trusted=safe))
         return not self.holds_back
 
     def _learn_base(self, base: Key) -> None:
@@ -290,6 +308,11 @@ class Certifier:
         )
 
     def _pass(self, step: int, one: Replayed) -> None:
+        if self.doubted and part_name(one.what) == self.doubted:
+            self._cleared += 1
+            if self._cleared == _CLEARED:
+                key = Key(step, self.origin)
+                self.findings.append(Finding(check="cleared", key=key, groups=(), what=one.what))
         if one.parts != self._parts:
             self._passed, self._parts = {}, one.parts
         self._passed[one.part] = step
@@ -312,6 +335,7 @@ class Certifier:
 
     def advanced(self, safe: Key | None) -> None:
         """After each report. ``safe`` is whole everywhere now, so it may be named."""
+        self._look_for_spoilt(safe)
         if not self._has_room:
             # Whoever has no room has written over them by now, or may.
             if self.candidate != safe:
@@ -324,6 +348,11 @@ class Certifier:
             self._compare_replays(safe)
         for key in [key for key in self._prints if safe is not None and key < safe and key != self.base]:
             del self._prints[key]
+
+
+def part_name(what: str) -> str:
+    """``what`` of a replay, without what it must agree in only to be compared."""
+    return what.partition("|")[0]
 
 
 def _groups(values: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:

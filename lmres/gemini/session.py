@@ -92,6 +92,7 @@ FROM_WORKER: Final[Mapping[str, Mapping[str, str]]] = {
         "topology": _TEXT,
         "blocking_ms": _NUMBER,
     },
+    "spoilt": {"step": _COUNT, "layout": _TEXT},
     "replayed": {
         "step": _COUNT,
         "part": _COUNT,

@@ -191,7 +191,7 @@ class Hub:
         self._dead = {k for k in self._dead if k.step > self._behind}
 
     def _is_sound(self, key: Key, good: Key | None) -> bool:
-        """Whether its equals agree, as far as it has any. A key whose equals differ is dead. ``good``: the one before."""
+        """Whether its equals agree, as far as it has any; if not it is dead. ``good``: the newest before it."""
         if self.certifier is None or self.certifier.allows(key, good):
             return True
         self._seen.discard(key)

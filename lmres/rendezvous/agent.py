@@ -563,15 +563,17 @@ class Agent:
         self._tell_seen(generation)
 
     def _tell_seen(self, generation: int) -> None:
-        """What came of an alarm, when all have told, or when a plan was made of it."""
+        """What came of an alarm, or ranks that do not agree and so failed: when all have told, or a plan was made."""
         head = next((p for p in self.view.plans_after(generation - 1) if p.generation == generation), None)
-        if head is None or not self.settings.watched or head.action == "stop" or alarmed(self.view, head) is None:
+        if head is None or not self.settings.watched or head.action == "stop" or not is_wanted(self.view, head):
             return
         over = self.view.plans_after(generation)
         if not over and unseen(self.view, head, frozenset(self.view.done(generation))):
             return
         found = localized(self.view, head)
         if found.excused and not over:
+            return
+        if alarmed(self.view, head) is None and found.failure_class != "collective_desync":
             return
         headline = witness(self.view, head, found).cause.headline()
         seen = list(sighted(self.view, head).values())

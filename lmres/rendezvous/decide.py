@@ -33,7 +33,7 @@ from lmres.rendezvous.plan import (
 )
 from lmres.rendezvous.resume import Checkpointing, Known, Resume, newest_trusted, resume, untold
 from lmres.rendezvous.state import Finished, Member, RunConfig, View
-from lmres.rendezvous.vacancies import Vacancy, candidates, missing, pick, struck
+from lmres.rendezvous.vacancies import Vacancy, candidates, missing, pick, struck, to_be_replaced
 
 Settle = Literal["now", "brief", "window"]
 _OFF = Checkpointing()
@@ -404,6 +404,12 @@ def _plan(
     quarantined = [q for q in head.quarantined if _still_held(view, q)]
     quarantined += [
         Quarantined(node_id=v.node.node_id, generation=generation, reason=v.reason) for v in filled if v.quarantine
+    ]
+    held = {q.node_id for q in quarantined} | {n.node_id for n in head.active}
+    quarantined += [  # accused after another had taken its slot
+        Quarantined(node_id=node_id, generation=generation, reason=f"{node_id} was found wrong ({cause.headline()})")
+        for node_id, cause in sorted(to_be_replaced(view, head).items())
+        if node_id not in held
     ]
     aside = {q.node_id for q in quarantined}
     busy = {n.node_id for n in active}

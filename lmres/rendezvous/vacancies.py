@@ -29,6 +29,7 @@ def missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[Vaca
     """Slots whose node has gone, is unfit, or is to be drained or replaced."""
     unfit = {w.cause.node_id: w.cause for w in witnesses if not w.fit}
     replaced = to_be_replaced(view, head)
+    swapped = to_be_swapped(view, head)
     found = []
     for node in head.active:
         hold = view.hold(node.node_id)
@@ -64,6 +65,21 @@ def missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[Vaca
                     cause=cause,
                 )
             )
+        elif node.node_id in swapped:
+            reason = "a third opinion"
+            found.append(Vacancy(node=node, reason=reason, hard=False, failure_class="silent_corruption"))
+    return found
+
+
+def to_be_swapped(view: View, head: Plan) -> dict[str, Cause]:
+    """Where nobody can tell which of two is wrong, a standby in place of the one in the higher slot is a third opinion.
+    It is not put aside: it may be the one that is right."""
+    slots = {n.node_id: n.slot for n in head.active}
+    found = {}
+    for e in view.evidence(head.generation):
+        nodes = {s.node_id for s in e.cause.suspects} & slots.keys()
+        if e.evict and not e.attributed and len(nodes) > 1:
+            found[max(nodes, key=slots.__getitem__)] = e.cause
     return found
 
 
@@ -100,7 +116,9 @@ def struck(
 
 def candidates(view: View, silent: Collection[str]) -> list[Member]:
     """Fit standbys, those heard from lately first, then in the order of registration."""
-    fit = (m for m in view.standbys() if view.unfit_reason(m.node_id) is None)
+    head = view.head()
+    accused = to_be_replaced(view, head) if head is not None else {}
+    fit = (m for m in view.standbys() if view.unfit_reason(m.node_id) is None and m.node_id not in accused)
     return sorted(fit, key=lambda m: m.node_id in silent)
 
 

@@ -96,9 +96,9 @@ class Run:
             if n.process.poll() is None and n.events("generation_started", generation=generation)
         ]
 
-    def kill_worker(self, chance: random.Random) -> None:
+    def kill_worker(self, chance: random.Random, how: signal.Signals = signal.SIGKILL) -> None:
         node = chance.choice(self.active())
-        os.kill(chance.choice(node.worker_pids(self.generation())), signal.SIGKILL)
+        os.kill(chance.choice(node.worker_pids(self.generation())), how)
 
     def wait_generation(self, generation: int) -> None:
         wait_until(f"generation {generation}", lambda: self.generation() >= generation)

@@ -35,7 +35,7 @@ def clean_of(run: Run) -> None:
     run.program = (PROGRAM, "--steps", run.program[run.program.index("--steps") + 1])
 
 
-@pytest.mark.parametrize("what", ["parameter", "moment"])
+@pytest.mark.parametrize("what", ["parameter", "exponent", "moment"])
 def test_a_bit_flipped_in_one_replica_is_attributed_and_undone(tmp_path: Path, what: str) -> None:
     program = (PROGRAM, "--steps", "30", "--flip", what, "--at", "12", "--rank", "1", "--marks", "FOLDER")
     with running(tmp_path, *program, nnodes="3:4", policy=POLICY) as run:
@@ -115,3 +115,32 @@ def test_no_verdict_without_a_fault(tmp_path: Path) -> None:
         assert parts == ("replay: 4 of 4 modules",)
         checks = {tuple(e["checks"]) for e in run.cluster.all_events("checkpoint_verified")}
         assert checks == {("state",), ("state", "replay")}
+
+
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_a_standby_is_the_third_opinion_on_wrong_computing(tmp_path: Path, wrong: str) -> None:
+    """It takes the place of the second. If that was the right one, it comes back for the first."""
+    program = (PROGRAM, "--steps", "64", "--layer", wrong, "--at", "30")
+    with running(tmp_path, *program, nnodes="2:3", policy=POLICY) as run:
+        run.cluster.form("a", "b", "s")
+        clean_of(run)
+        run.assert_bitwise()
+        first, then = found(run)
+        assert first["verdict"] == "inconclusive" and plan_of(run, 2)["quarantined"] == [], first
+        assert list(plan_of(run, 2)["active"].values()) == ["a", "s"]
+        assert then["verdict"] == "attributed" and then["suspects"][0]["node_id"] == wrong, then
+        if wrong == "a":
+            plan = plan_of(run, 3)
+            assert list(plan["active"].values()) == ["b", "s"] and plan["quarantined"] == ["a"], plan
+
+
+def test_two_that_compute_differently_without_a_standby(tmp_path: Path) -> None:
+    program = (PROGRAM, "--steps", "64", "--layer", "b", "--at", "30", "--once", "--marks", "FOLDER")
+    with running(tmp_path, *program, nnodes="2:2", policy=POLICY) as run:
+        run.cluster.form("a", "b")
+        clean_of(run)
+        run.assert_bitwise()
+        (fault,) = found(run)
+        assert fault["verdict"] == "inconclusive", fault
+        plan = plan_of(run, 2)
+        assert plan["action"] == "restart" and plan["quarantined"] == [] and 0 < plan["recovery_step"] < 30, plan

@@ -113,7 +113,11 @@ def test_a_rank_that_does_not_come(tmp_path: Path, kind: str, at: int, words: tu
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("shape", ("float32[5]", "float32[3]")), ("leave_out", ("float32[3]", "left out allreduce"))],
+    [
+        ("shape", ("float32[5]", "float32[3]")),
+        ("size", ("float32[4000]", "float32[3]")),
+        ("leave_out", ("float32[3]", "left out allreduce")),
+    ],
 )
 def test_ranks_that_do_not_agree_about_a_collective(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
     """The backend may hang, or end a rank that is not at fault: the operations themselves tell which is."""
@@ -154,6 +158,16 @@ def test_a_worker_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
         time.sleep(TIMEOUT_S / 2)
         os.kill(pid, signal.SIGCONT)
         run.assert_bitwise()
+        assert run.cluster.all_events("fault_detected") == []
+        assert run.generation() == 1
+
+
+def test_who_waits_for_a_rank_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    """It evaluates for twice the timeout, and moves meanwhile."""
+    with three(tmp_path, "--evaluate", str(2 * TIMEOUT_S), standby=False) as run:
+        run.assert_bitwise()
+        waiting = [n for n in run.cluster.nodes.values() if "asking what all ranks are doing" in n.log]
+        assert waiting, run.logs()
         assert run.cluster.all_events("fault_detected") == []
         assert run.generation() == 1
 

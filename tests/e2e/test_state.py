@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,8 @@ from tests.e2e.running import ends, running
 pytestmark = pytest.mark.e2e
 
 SEEDS = int(os.environ.get("LMRES_STATE_SEEDS", "2"))
+LONG = ("epochs.py", "--epochs", "15")
+"""For two standbys: on a busy machine they start longer than the twenty steps of the short run take."""
 
 
 # -- bitwise ----------------------------------------------------------------------------------------------------------
@@ -86,6 +89,17 @@ def test_three_ranks_come_back_bitwise(tmp_path: Path) -> None:
         run.assert_bitwise()
 
 
+def test_a_worker_told_to_end_in_mid_step_stops_all_at_one_saved_step(tmp_path: Path) -> None:
+    with running(tmp_path, "epochs.py", nnodes="3:3") as run:
+        run.cluster.form("a", "b", "c")
+        run.wait_steps(5)
+        run.kill_worker(random.Random(5), signal.SIGTERM)
+        run.assert_bitwise()
+        run.assert_lost_at_most(2)
+        restored = run.cluster.all_events("checkpoint_restored", generation=2)
+        assert len(restored) == 3 and len({e["step"] for e in restored}) == 1
+
+
 def test_a_state_that_the_program_prints_is_printed_once(tmp_path: Path) -> None:
     with running(tmp_path, "epochs.py", nnodes="2:2") as run:
         run.cluster.form("a", "b")
@@ -104,7 +118,7 @@ def test_a_state_that_the_program_prints_is_printed_once(tmp_path: Path) -> None
 
 def test_both_nodes_lost_the_files_are_used(tmp_path: Path) -> None:
     policy = f"checkpoint: {{durable: {{directory: {tmp_path / 'files'}, interval_steps: 4, keep: 2}}}}\n"
-    with running(tmp_path, "epochs.py", nnodes="2:4", policy=policy) as run:
+    with running(tmp_path, *LONG, nnodes="2:4", policy=policy) as run:
         run.cluster.form("a", "b", "s", "t")
         run.wait_steps(9)
         for node in run.active():
@@ -151,7 +165,7 @@ def test_a_new_run_with_the_same_id_goes_on_from_the_files(tmp_path: Path) -> No
 
 
 def test_both_nodes_lost_without_files_is_an_honest_end(tmp_path: Path) -> None:
-    with running(tmp_path, "epochs.py", nnodes="2:4", policy="checkpoint: {replicas: 2}\n") as run:
+    with running(tmp_path, *LONG, nnodes="2:4", policy="checkpoint: {replicas: 2}\n") as run:
         run.cluster.form("a", "b", "s", "t")
         run.wait_steps(6)
         for node in run.active():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from lmres.gemini.inventory import Key
 from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.state import Evidence, Health
+from lmres.scout.localize import Suspect
 
 if TYPE_CHECKING:
     from tests.sim.process import Process, Workers
@@ -104,8 +105,9 @@ class Doubts:
         evict: bool = False,
         trusted: Key | None = None,
         attributed: bool = True,
+        or_else: tuple[Process, Workers] | None = None,
     ) -> None:
-        """``by`` has found something about a worker of its group, and says so."""
+        """``by`` has found something about a worker of its group, and says so. ``or_else``: it may be that one too."""
         process, workers = suspect
         named = process if attributed else by  # where nobody is suspected, who says so names itself
         cause = Cause(
@@ -117,6 +119,7 @@ class Doubts:
             rank=workers.slot if attributed else None,
             local_rank=0 if attributed else None,
             step=self.world.program.step,
+            suspects=tuple(Suspect(node_id=p.node_id, rank=w.slot) for p, w in (suspect, or_else)) if or_else else (),
         )
         evidence = Evidence(
             generation=workers.generation,

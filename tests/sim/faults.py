@@ -545,14 +545,17 @@ def corruption(world: World) -> None:
     if world.states.on:
         keys = sorted(world.states.keys(v for _, v in sorted(world.states.vaults.items())))
         trusted = chance.choice([Key(0, 0), *keys[-4:], *keys[-4:]]) if chance.random() < 0.9 else None
+    suspect, attributed = chance.choice(found), chance.random() < 0.6
+    others = [pair for pair in found if pair is not suspect]
     world.doubts.find(
         chance.choice(found)[0],
-        chance.choice(found),
+        suspect,
         "silent_corruption",
         reaction="recover",
         evict=chance.random() < 0.5,
         trusted=trusted,
-        attributed=chance.random() < 0.6,
+        attributed=attributed,
+        or_else=chance.choice(others) if others and not attributed else None,
     )
 
 

@@ -96,7 +96,7 @@ class Looks:
         process.later(self.chance.randint(50, 300), turn)
 
     def _judge(self, process: Process, workers: Workers) -> None:
-        if self._is_deaf(process):
+        if self._is_deaf(process) and not self.world.calm:
             return
         over, stands = self._is_over(workers), self._stands(process, workers)
         again = self.world.now_ms - self._alarmed_ms.get(process.name, 0) >= self.timeout_ms
@@ -289,7 +289,7 @@ class Looks:
         return any(s.group == group and s.node_id == node_id and s.until_ms >= since_ms for s in self.stops)
 
     def calm(self) -> None:
-        """Whoever is deaf for ever stays so."""
+        """Who is deaf for ever never answers, but raises alarms: else nobody may be left who does."""
         self.deaf = {name: until_ms for name, until_ms in self.deaf.items() if until_ms >= FOR_EVER_MS}
 
 

@@ -323,7 +323,7 @@ def planted(name: str | None) -> Iterator[None]:
 
 FIRST_SEEDS = {
     "banned_state_taken": 150,
-    "heard_is_forgiven": 220,
+    "heard_is_forgiven": 500,
     "holdings_of_any_generation": 50,
     "displaced_agent_writes": 56,
     "end_and_plan_not_exclusive": 19,

@@ -122,7 +122,7 @@ class Invariant:
 class Oracle:
     """``epoch`` counts how often the records were wiped; ``records`` is what stands in the store, as it was last read;
     ``torn`` the keys under which it can not be read now; ``deciding`` the agent that wrote the newest plan; ``reads``
-    what the writer of each plan knew, by the plan's name."""
+    what the writer of each plan knew, by the plan's name. ``gone`` and ``finished`` outlive the records."""
 
     def __init__(self, world: World) -> None:
         from tests.sim.invariants import ALL
@@ -136,6 +136,7 @@ class Oracle:
         self.formed_ms: dict[tuple[int, int], int] = {}
         self.failed_ms: dict[tuple[int, int], int] = {}
         self.finished: list[state.Finished] = []
+        self.gone: list[state.Gone] = []
         self.beat_ms: dict[str, int] = {}
         self.beats: dict[str, int] = {}
         self.noted_ms: dict[str, int] = {}
@@ -239,6 +240,8 @@ class Oracle:
                     self.world.at_success()
             case state.Finished():
                 self.finished.append(record)
+            case state.Gone():
+                self.gone.append(record)
             case state.Formed():
                 self.formed_ms.setdefault((self.epoch, record.generation), now_ms)
             case state.Hold() if record.kind == "readmit":

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from lmres.rendezvous.state import Gone, Parted
+from lmres.rendezvous.state import Parted
 from tests.sim.run import run_seed
 from tests.sim.world import World
 
@@ -29,18 +29,17 @@ def sights(world: World) -> set[str]:
         if world.states.on:
             found |= {f"state {source}" for source in plan.recovery_source.values()}
             found |= {what for what, words in STATE_WORDS.items() if words in plan.reason}
-    for gone in world.oracle.of_kind(Gone):
+    for gone in world.oracle.gone:
         if gone.how == "lost":
             found.add(f"lost by {min(len(gone.witnesses), 2)} witnesses" if gone.witnesses else "lost by its lease")
     found |= {f"connections {'back' if p.back else 'broke'}" for p in world.oracle.of_kind(Parted)}
     if world.looks.withdrawn:
         found.add("alarm withdrawn")
-    for process in world.processes:
-        if process.stands is not None:
-            found.add("stands still" if process.stands.step else "can not stand" if process.stands.problem else "moves")
     for plan in world.oracle.plans.values():
         read = world.oracle.reads.get(plan.plan_id)
         found |= {f"finding {e.reaction}{'' if e.attributed else ' unclear'}" for e in (read.evidence if read else ())}
+        for paused in read.paused.values() if read else ():
+            found.add("can not stand" if paused.problem else "stands still" if paused.step else "moves on")
         if plan.failure_class in ("hang", "collective_desync", "silent_corruption"):
             found.add(f"{plan.failure_class} {plan.verdict}")
         if read is not None and read.unfit and plan.action in ("start", "replace"):
@@ -85,6 +84,7 @@ EXPECTED = {
     "states doubted",
     "stands still",
     "can not stand",
+    "moves on",
     *(f"class {c}" for c in ("hang", "collective_desync", "straggler", "silent_corruption")),
     *(f"{c} {v}" for c in ("hang", "collective_desync", "silent_corruption") for v in ("attributed", "inconclusive")),
     *(f"finding {f}" for f in ("recover", "recover unclear", "replace", "replace unclear", "report")),

@@ -27,7 +27,7 @@ import xxhash
 from lmres.adapters.replay import machine
 from lmres.adapters.replay.parts import Like, Part, Parts, embedding_size, problem_of
 
-LARGEST_BATCH = 32
+LARGEST_BATCH = 8
 MAX_REASONS = 3
 
 Tell = Callable[..., None]

@@ -305,6 +305,7 @@ class StateKeeper:
             self._vault.discard(pending.grant)
             if not copied.finite:
                 self._spoilt_step = pending.step
+                self._vault.spoilt(pending.step, layout=pending.equals)
                 self._report.nonfinite(pending.step)
             return
         blocking_ms = pending.blocked_s * 1000 + copied.blocking_ms

@@ -172,6 +172,10 @@ class WorkerVault:
             }
         )
 
+    def spoilt(self, step: int, *, layout: str) -> None:
+        """The parameters after this step are not finite, so there is no image of it; equals may have one."""
+        self._send({"op": "spoilt", "step": step, "layout": layout})
+
     def replayed(self, *, step: int, part: int, parts: int, what: str, digest: str, steady: bool) -> None:
         """What came of one of the model's parts, computed anew after this step (``certify.Replayed``)."""
         self._send(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from lmres.gemini.certify import Print, Replayed
+from lmres.gemini.certify import NOT_FINITE, Print, Replayed
 from lmres.gemini.edge.journal import Journal
 from lmres.gemini.edge.memory import MemoryRefused, Place, Segment, digest_of
 from lmres.gemini.edge.services import Services
@@ -61,6 +61,7 @@ class LocalRank:
         self.last_step = -1
         self.restoring = False
         self.replayed: Replayed | None = None
+        self._spoilt: tuple[Key, Print] | None = None
         self._usable: frozenset[int] = frozenset(range(len(self.table)))
         self._told_room = False
         self._reserved = False
@@ -232,6 +233,12 @@ class LocalRank:
     def discard(self, message: Message) -> None:
         self.table.clear(self._granted(message))
 
+    def spoil(self, message: Message) -> None:
+        """The worker has no image of this step, because it is not finite. Only the first matters."""
+        if self._spoilt is None:
+            said = Print(layout=message["layout"], digest=NOT_FINITE, finite=False)
+            self._spoilt = Key(message["step"], self.generation), said
+
     def replay(self, message: Message) -> None:
         """What the worker has computed anew."""
         self.replayed = replayed_from_plain(message)
@@ -260,6 +267,8 @@ class LocalRank:
     def prints(self, since: Key | None) -> dict[Key, Print]:
         """Of the images from this key on, as far as they have something in common with anybody's."""
         found = {}
+        if self._spoilt is not None and self._spoilt[0].origin == self.generation:
+            found[self._spoilt[0]] = self._spoilt[1]
         for index, key in self.table.sealed():
             said, copy = self.slots[index].print, self.slots[index].copy
             if said is not None and copy is not None and copy.shared.length and (since is None or key >= since):
@@ -321,7 +330,7 @@ class LocalRank:
         """A new generation: steps are counted from its base."""
         self.generation = generation
         self.topology = topology
-        self.replayed = None
+        self.replayed = self._spoilt = None
         if safe is None:
             self.journal.forget()
         self.last_step = safe.step if safe is not None else -1

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lmres.errors import RecordError
-from lmres.gemini.certify import Certifier, Covered, Finding, Replayed
+from lmres.gemini.certify import Certifier, Covered, Finding, Replayed, part_name
 from lmres.gemini.edge.channel import Channel
 from lmres.gemini.edge.links import Link
 from lmres.gemini.edge.services import Services
@@ -47,6 +47,7 @@ class Seat:
         self._spoken = -1
         self._anchors: set[Key] = set()
         self._questioned: dict[int, tuple[int, dict[int, str]]] = {}
+        self._doubted = ""
 
     @property
     def safe(self) -> Key | None:
@@ -169,6 +170,7 @@ class Seat:
             certified=safe in self._anchors,
             holds_back=self._services.options.compare == "hold",
             questioned={step: dict(digests) for step, digests in found.items()},
+            doubted=self._doubted,
         )
 
     def _remember_question(self) -> None:
@@ -191,6 +193,8 @@ class Seat:
 
     def _tell_finding(self, finding: Finding) -> None:
         then = self._questioned.pop(finding.key.step, None) if finding.check == "again" else None
+        if finding.check in ("replay", "cleared"):
+            self._doubted = part_name(finding.what) if finding.check == "replay" else ""
         fields = {
             "check": finding.check,
             "step": finding.key.step,

@@ -39,6 +39,7 @@ class WorkerLink:
             "reserve": self._reserve,
             "seal": self._seal,
             "discard": self._discard,
+            "spoilt": self._spoilt,
             "replayed": self._replayed,
             "withdraw": self._withdraw,
             "await": self._await,
@@ -90,6 +91,10 @@ class WorkerLink:
 
     def _discard(self, message: Message) -> None:
         self.rank.discard(message)
+        self._core.changed()
+
+    def _spoilt(self, message: Message) -> None:
+        self.rank.spoil(message)
         self._core.changed()
 
     def _replayed(self, message: Message) -> None:

@@ -105,6 +105,7 @@ class Detectors:
         charges = corruption.charges(
             found,
             plan=plan,
+            before=next((p for p in view.plans_after(0) if p.generation == plan.from_generation), None),
             then=next((p for p in view.plans_after(0) if p.origin == found["then"]), None),
             member=view.member,
             me=self._agent.me,

@@ -3,7 +3,7 @@ than an exit that may be a consequence, blame waits until all other active nodes
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.state import Evidence, Hold
-from tests.sim.invariants.truth import seen_at_fault
+from tests.sim.invariants.truth import one_of_two, seen_at_fault
 from tests.sim.oracle import Invariant
 
 
@@ -20,11 +20,12 @@ class EvidenceBeforeBlame(Invariant):
         named |= {seen_at_fault(plan) or ""}
         unfit = self.oracle.read(plan).unfit
         named |= {n.node_id for n in previous.active if n.incarnation in unfit}
+        unclear = one_of_two(self.oracle.read(plan).evidence)
         drained = {h.node_id for h in self.oracle.of_kind(Hold) if h.kind == "drain"}
         for old, new in zip(previous.active, plan.active, strict=True):
             gone = self.oracle.may_be_vacated(old.node_id, old.incarnation)
             late = f"{old.node_id} is unfit" in plan.reason
-            if old != new and not gone and not late and old.node_id not in named | drained:
+            if old != new and not gone and not late and old.node_id not in named | drained | unclear:
                 self.fail(f"{plan.plan_id} takes slot {old.slot} from {old.node_id} without a witness against it")
         self._check_heard(plan, previous, [e for e in witnesses if e.reaction == "recover"])
         held = {q.node_id for q in previous.quarantined}

@@ -15,7 +15,8 @@ class StateInReach(Invariant):
 
     def wrote(self, write: Write) -> None:
         if isinstance(write.record, Holdings) and write.by is not None:
-            self._told_ms[write.record.node_id] = self.world.now_ms
+            # As early as it may have been sent.
+            self._told_ms[write.record.node_id] = self.world.now_ms - 5 * self.world.scenario.client_timeout_ms
 
     def planned(self, plan: Plan, previous: Plan | None) -> None:
         states, deciding = self.world.states, self.oracle.deciding

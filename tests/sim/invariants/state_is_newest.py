@@ -36,7 +36,8 @@ class StateIsNewest(Invariant):
         if key == chosen:
             states.newest_safe = safe
         heard = set(truth.vaults_of(self.world, truth.told(deciding)))
-        kept = all(any(v in heard for v in of_rank) for of_rank in holders.values())
+        all_known = len(holders) == len(plan.active)  # else a vault was killed before it had its rank
+        kept = all_known and all(any(v in heard for v in of_rank) for of_rank in holders.values())
         distrusted = self.world.doubts.is_distrusted(key)
         if kept and not distrusted and key not in banned | states.corrupted and (lost or key > chosen):
             self.fail(

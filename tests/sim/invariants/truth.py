@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.resume import told as fresh
+from lmres.rendezvous.state import Evidence
 
 if TYPE_CHECKING:
     from tests.sim.process import Process
@@ -20,6 +22,12 @@ def seen_at_fault(plan: Plan) -> str | None:
     """The node that a plan names because of what workers were seen doing; ``only_the_stuck`` judges whether it is."""
     clear = plan.failure_class in LOCALIZED and plan.verdict == "attributed" and plan.cause is not None
     return plan.cause.node_id if clear and plan.cause is not None and plan.cause.node_id else None
+
+
+def one_of_two(evidence: Iterable[Evidence]) -> set[str]:
+    """Nodes of which one is wrong, and nobody can tell which: one of them may make room for a third opinion."""
+    unclear = [e for e in evidence if e.evict and not e.attributed and e.reaction == "recover"]
+    return {s.node_id for e in unclear if len(e.cause.suspects) > 1 for s in e.cause.suspects}
 
 
 def told(deciding: Process) -> list[str]:

@@ -67,7 +67,7 @@ class WitnessesAndLease(Invariant):
         died_ms = self.world.links.died_ms.get(parted.incarnation)
         if parted.back or died_ms is None:
             return
-        known = set(self._notes(parted.node_id, parted.incarnation))
+        known = self._since_last_beat(parted)
         if len(known | {parted.by}) < 2 or parted.by in known:
             return
         s, epoch, beat_ms = self.world.scenario, self.oracle.epoch, self.oracle.beat_ms.get(parted.incarnation, 0)
@@ -93,12 +93,17 @@ class WitnessesAndLease(Invariant):
             calm = [p for p in observers if p.alive and p.paused_ms is None and p.leave is None and not p.end_epoch]
             if disturbed or len(calm) < 2 or not self.oracle.is_live(parted.node_id, parted.incarnation):
                 return
-            if len([n for n in self._notes(parted.node_id, parted.incarnation) if n in {p.node_id for p in calm}]) < 2:
+            if len(self._since_last_beat(parted) & {p.node_id for p in calm}) < 2:
                 return
             took = w.now_ms - died_ms
             self.fail(f"{parted.incarnation} died {took} ms ago, two have noted it, and it is not yet found lost")
 
         self.world.after(int(INTERVALS * s.interval_ms) + SLACK_MS - (since_ms - died_ms), found)
+
+    def _since_last_beat(self, parted: Parted) -> set[str]:
+        """Whose notes are younger than its last heartbeat: an older one says nothing."""
+        beat_ms = self.oracle.beat_ms.get(parted.incarnation, 0)
+        return {by for by, ms in self._notes(parted.node_id, parted.incarnation).items() if ms > beat_ms}
 
     def _notes(self, node_id: str, incarnation: str) -> dict[str, int]:
         """When each live witness's standing note was written."""

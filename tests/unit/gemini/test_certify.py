@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmres.gemini.certify import Certifier, Covered, Finding, Print, Replayed
+from lmres.gemini.certify import NOT_FINITE, Certifier, Covered, Finding, Print, Replayed
 from lmres.gemini.inventory import Key
 from lmres.gemini.watermark import Hub, Report
 
@@ -203,6 +203,30 @@ def test_where_it_is_only_told_keys_still_become_safe_and_are_not_verified() -> 
     assert group.safe == key(2) and len(group.findings()) == 1 and group.hub.verdict().verified == ()
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_who_is_not_finite_while_its_equals_are_needs_no_majority(ranks: int) -> None:
+    """It has no image, so that the key is never whole anywhere."""
+    group = Group(ranks)
+    group.step(1)
+    for rank, name in enumerate(group.names):
+        said = Print(layout="l", digest=NOT_FINITE if rank == 1 else "d2", finite=rank != 1)
+        whole = frozenset({key(2)}) if rank != 1 else frozenset()
+        group.hub.report(
+            Report(node_id=name, whole=whole, seen=whole, floor=1, ranks=(rank,), prints={key(2): {rank: said}})
+        )
+    (finding,) = group.findings()
+    assert finding.check == "state" and finding.ranks == (1,) and finding.trusted == key(1)
+
+
+def test_if_nobody_is_finite_that_is_the_program() -> None:
+    group = Group(2)
+    group.step(1)
+    for rank, name in enumerate(group.names):
+        prints = {key(2): {rank: Print(layout="l", digest=NOT_FINITE, finite=False)}}
+        group.hub.report(Report(node_id=name, floor=1, ranks=(rank,), prints=prints))
+    assert group.findings() == []
+
+
 # -- replay -----------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +324,17 @@ def test_a_part_that_nobody_can_compute_does_not_stand_in_the_way() -> None:
         said = {r: Replayed(step=first + 2, part=2, parts=PARTS, what="", digest="") for r in range(3)}
         group.step(first + 2, replay=said)
     assert group.hub.verdict().anchor is not None
+
+
+def test_a_part_that_was_doubted_is_cleared_when_it_has_passed_twice() -> None:
+    group = Group(2, base=Key(7, 0), doubted="part 1")
+    rotation(group, 8)
+    assert group.findings() == []
+    rotation(group, 11)
+    (finding,) = group.findings()
+    assert finding.check == "cleared" and finding.key == key(12)
+    rotation(group, 14)
+    assert group.findings() == []
 
 
 def test_who_does_not_tell_is_not_waited_for_without_end() -> None:

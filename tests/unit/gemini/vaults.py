@@ -165,9 +165,7 @@ class Group:
     gone: set[Key] = field(default_factory=set)
 
     @staticmethod
-    def of(
-        *, count: int, ranks: int, replicated: bool, interval: int = 1, anchors: bool = False, **hub: Any
-    ) -> Group:
+    def of(*, count: int, ranks: int, replicated: bool, interval: int = 1, anchors: bool = False, **hub: Any) -> Group:
         names = [f"v{i}" for i in range(count)]
         bag: list[Message] = []
         start = hub.get("safe")

@@ -22,13 +22,12 @@ def member(name: str) -> Member:
     )
 
 
-def plan_of(*names: str, generation: int = 1) -> Plan:
+def plan_of(*names: str, generation: int = 1, **more: Any) -> Plan:
     return Plan(
         plan_id="p",
         generation=generation,
         from_generation=generation - 1,
         action="start",
-        failure_class="none",
         active=tuple(ActiveNode(slot=i, node_id=n, incarnation=f"{n}-1") for i, n in enumerate(names)),
         standby=(),
         quarantined=(),
@@ -36,14 +35,23 @@ def plan_of(*names: str, generation: int = 1) -> Plan:
         recovery_source={},
         dismissed={},
         origin=generation,
+        **{"failure_class": "none", **more},
     )
 
 
-def of(found: dict[str, Any], plan: Plan, *, then: Plan | None = None, replace: bool = True) -> tuple[Charge, ...]:
+def of(
+    found: dict[str, Any],
+    plan: Plan,
+    *,
+    before: Plan | None = None,
+    then: Plan | None = None,
+    replace: bool = True,
+) -> tuple[Charge, ...]:
     fields = {"step": 12, "origin": 1, "ranks": [], "what": "", "trusted": [11, 1], "from_start": False, "then": 1}
     return charges(
         {**fields, **found},
         plan=plan,
+        before=before,
         then=then,
         member=member,
         me=member("a"),
@@ -75,6 +83,12 @@ def test_without_a_majority_nobody_is_accused_and_the_state_still_goes_back() ->
     assert not charge.attributed and not charge.evict and charge.cause.rank is None and charge.cause.node_id == ""
     assert charge.reaction == "recover" and charge.trusted == (11, 1)
     assert charge.cause.detail.startswith("rank 0 against rank 2 in parameters or optimizer state, after step 12")
+
+
+def test_who_is_not_finite_while_its_equal_is_was_wrong() -> None:
+    (charge,) = of({"check": "state", "groups": [[0], [2]], "ranks": [2]}, plan_of("a", "b"))
+    assert charge.attributed and charge.evict and charge.cause.rank == 2
+    assert "differs from rank 0 in parameters, which are not finite" in charge.cause.detail
 
 
 def test_the_policy_may_want_to_be_told_only() -> None:
@@ -120,3 +134,32 @@ def test_who_was_wrong_then_is_replaced_now() -> None:
 def test_who_was_wrong_then_and_has_gone_is_left_alone() -> None:
     found = {"check": "again", "groups": [[0], [2]], "ranks": [2], "origin": 2}
     assert of(found, plan_of("a", "c", generation=2), then=plan_of("a", "b")) == ()
+
+
+TWO = {"check": "replay", "groups": [[0], [2]], "what": "outer (Linear)|00", "trusted": [8, 1]}
+DOUBT = {"generation": 2, "failure_class": "silent_corruption", "verdict": "inconclusive"}
+
+
+def test_where_two_differ_in_a_replay_a_third_opinion_is_asked_for() -> None:
+    (charge,) = of(TWO, plan_of("a", "b"))
+    assert not charge.attributed and charge.evict and charge.reaction == "recover"
+    assert [(s.node_id, s.rank) for s in charge.cause.suspects] == [("a", 0), ("b", 2)]
+    (charge,) = of({**TWO, "check": "state"}, plan_of("a", "b"))
+    assert not charge.evict and charge.cause.suspects == (), "the same steps made again will tell"
+
+
+def test_if_they_differ_again_the_one_that_stayed_is_wrong() -> None:
+    (charge,) = of(TWO, plan_of("a", "s", **DOUBT), before=plan_of("a", "b"))
+    assert charge.attributed and charge.evict and (charge.cause.node_id, charge.cause.rank) == ("a", 0)
+
+
+def test_without_a_standby_nothing_has_changed_and_nobody_can_tell() -> None:
+    (charge,) = of(TWO, plan_of("a", "b", **DOUBT), before=plan_of("a", "b"))
+    assert not charge.attributed
+
+
+def test_if_they_agree_from_then_on_the_other_was() -> None:
+    found = {"check": "cleared", "groups": [], "what": "outer (Linear)|00"}
+    (charge,) = of(found, plan_of("a", "s", **DOUBT), before=plan_of("a", "b"))
+    assert charge.attributed and charge.reaction == "replace" and charge.cause.node_id == "b"
+    assert of(found, plan_of("a", "b", **DOUBT), before=plan_of("a", "b")) == (), "it went away by itself"

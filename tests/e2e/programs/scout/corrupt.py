@@ -1,7 +1,8 @@
 """Data-parallel training with batch normalisation and dropout, in which a fault can be planted.
 
-``--flip parameter`` or ``moment``: one bit, once in the run, on ``--rank`` after step ``--at``. ``--layer NODE``: a
-layer's output is a little wrong on this node, from step ``--at`` on; with ``--once`` only in the first life.
+``--flip parameter``, ``exponent`` or ``moment``: one bit, once in the run, on ``--rank`` after step ``--at``.
+``--layer NODE``: a layer's output is a little wrong on this node, from step ``--at`` on; with ``--once`` only in the
+first life.
 """
 
 import argparse
@@ -54,16 +55,21 @@ def is_first(folder):
     return True
 
 
-def flip(tensor):
-    """One bit of the mantissa's upper half."""
+def flip(tensor, bit=18):
+    """One bit; 18 is in the upper half of the mantissa."""
     with torch.no_grad():
-        tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 18)
+        tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
 
 
 def plant(args, step, model, optimizer):
     if args.flip and step == args.at and dist.get_rank() == args.rank and is_first(args.marks):
         weight = model.module.inner.weight
-        flip(weight if args.flip == "parameter" else optimizer.state[weight]["exp_avg"])
+        if args.flip == "exponent":  # of a number between 1 and 2: now it is infinite, or none
+            with torch.no_grad():
+                model.module.norm.weight[0] = 1.0
+            flip(model.module.norm.weight, 30)
+        else:
+            flip(weight if args.flip == "parameter" else optimizer.state[weight]["exp_avg"])
     here = bool(args.layer) and step >= args.at and os.environ.get("LMRES_NODE_ID") == args.layer
     if here and not model.module.outer._forward_hooks and (not args.once or is_first(args.marks)):
         model.module.outer.register_forward_hook(a_little_wrong)

@@ -10,7 +10,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "state"))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Rows, finish, net, pace
+from common import FEATURES, Rows, finish, net, pace
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -51,7 +51,8 @@ def metric_of(args, loss, step):
     """The mean loss of all ranks, by an operation of the program's own."""
     if planted(args, "leave_out", step):
         return loss.item()
-    value = torch.full((5 if planted(args, "shape", step) else 3,), loss.item())
+    size = 5 if planted(args, "shape", step) else 4000 if planted(args, "size", step) else 3
+    value = torch.full((size,), loss.item())
     dist.all_reduce(value)
     return float(value[0]) / dist.get_world_size()
 
@@ -64,6 +65,17 @@ def save(args, model, step):
     torch.save(model.state_dict(), name)
 
 
+def evaluate(model, seconds):
+    """One rank alone, while the others wait for it."""
+    model.eval()
+    with torch.no_grad():
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            model(torch.zeros(2, FEATURES))
+            time.sleep(0.2)
+    model.train()
+
+
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("folder")
@@ -71,6 +83,7 @@ def main():
     options.add_argument("--rank", type=int, default=1)
     options.add_argument("--at", type=int, default=10)
     options.add_argument("--epochs", type=int, default=10)
+    options.add_argument("--evaluate", type=float, default=0, help="seconds, once")
     args = options.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(1)
@@ -97,6 +110,8 @@ def main():
             data.step = step
             if step % 10 == 0:
                 save(args, model, step)
+            if args.evaluate and step == args.at and dist.get_rank() == args.rank:
+                evaluate(model.module, args.evaluate)
             pace(step)
     dist.barrier()
     finish(model.module, optimizer, step, mean)
