@@ -26,6 +26,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     made = Two(tmp_path_factory.mktemp("two"))
     try:
         made.do("sync")
+        made.do("ddp", 1)
         yield made
     finally:
         made.close()
@@ -182,7 +183,6 @@ def test_it_starts_until_the_first_forward(one: Worker, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_phases_while_it_is_blocked(two: Two, tmp_path: Path, command: str, phase: str) -> None:
     worker = two[0]
-    worker.do("ddp", 0)
     gate = tmp_path / "gate"
     began = time.monotonic_ns()
     before = worker.view()
