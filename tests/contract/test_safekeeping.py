@@ -180,6 +180,28 @@ def test_what_was_told_does_not_change_for_a_standby(agent: Agent, other: Node) 
     worker.close()
 
 
+def test_a_plan_that_does_not_come_leaves_the_state_protected(agent: Agent) -> None:
+    worker = agent.begin(scene(FIRST))
+    worker.reserve(shared_bytes=1 << 20, own_bytes=4096)
+    capture(worker, 1)
+    until(lambda: "safe" in agent.told, "step 1 is safe")
+    agent.safe.freeze(1)
+    until(lambda: agent.safe.holdings, "it has told")
+
+    def thawed() -> bool:
+        agent.safe.thaw(scene(FIRST))
+        return agent.safe.holdings is None
+
+    until(thawed, "nobody asks any more")
+    agent.settle()
+    capture(worker, 2)
+    agent.safe.freeze(1)
+    until(lambda: agent.safe.holdings, "it has told again")
+    held = agent.safe.holdings
+    assert held is not None and max(c.step for c in held.copies) == 2
+    worker.close()
+
+
 def test_that_there_was_a_state_outlives_the_vault(agent: Agent) -> None:
     worker = agent.begin(scene(FIRST))
     worker.reserve(shared_bytes=1 << 20, own_bytes=4096)

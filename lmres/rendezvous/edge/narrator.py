@@ -137,13 +137,6 @@ class Narrator:
                 reason="attached",
                 rank=worker.place.rank,
             )
-        elif kind == "watch" and message.get("armed") is False:
-            reason = str(message.get("reason", "unknown"))[:2000]
-            parts = ["hang", "desync", "straggler"]
-            self._events.emit(
-                "protection_off", generation, adapter="watch", parts=parts, reason=reason, rank=worker.place.rank
-            )
-            log.warning("rank %s is not watched: %s", worker.place.rank, reason)
         elif kind in ("captured", "restored", "protection"):
             self._state_note(worker, message, generation)
         elif kind == "first_step" and isinstance(message.get("step"), int):

@@ -510,6 +510,8 @@ class Node:
                 scene = safekeeping.scene_of(outcome.plan, outcome.slot, self._agent.view)
                 self._safe.follow(scene)
                 self._safe.mind(scene)
+                if outcome.freeze is None and outcome.end is None:
+                    self._safe.thaw(scene)
             if outcome.freeze is not None:
                 self._safe.freeze(outcome.freeze)
         if outcome.plan is not None and outcome.plan.generation == self._crew.generation:

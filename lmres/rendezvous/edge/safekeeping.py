@@ -11,6 +11,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ log = logging.getLogger("lmres")
 LINGER_S = 30.0
 TOKEN_NAME = "vault.token"
 STATUS_EVERY_S = 2.0
+THAW_S = 2.0
 CLOSE_S = 8.0
 
 
@@ -125,6 +127,7 @@ class Safekeeping:
         """For people, no older than a few seconds."""
         self._token = ""
         self._frozen = -1
+        self._unasked_s: float | None = None
         self._followed = self._begun = 0
         self._holders: tuple[Peer, ...] = ()
         self._prepared: tuple[int, Vault | None] = (0, None)
@@ -152,6 +155,7 @@ class Safekeeping:
 
     def freeze(self, generation: int) -> None:
         """Let nothing change any more, and tell what is held. Asked again in the same generation it does nothing."""
+        self._unasked_s = None
         if generation != self._frozen:
             self._frozen = generation
             self._orders.put(lambda: self._freeze(generation))
@@ -179,6 +183,23 @@ class Safekeeping:
         holders = _standby_peers(scene)
         if holders != self._holders:
             self._holders = holders
+            self._orders.put(lambda: self._assign_anew(scene))
+
+    def thaw(self, scene: Scene) -> None:
+        """No plan is coming after all: who has been frozen in the generation that goes on keeps states again. Asked
+        after each round, and done when it has been so for a while."""
+        generation = scene.plan.generation
+        goes_on = generation == (self._followed if scene.slot is None else self._begun)
+        if self._frozen != generation or not goes_on:
+            self._unasked_s = None
+            return
+        now_s = time.monotonic()
+        if self._unasked_s is None:
+            self._unasked_s = now_s
+        elif now_s - self._unasked_s >= THAW_S:
+            log.info("no plan came after all: states are kept again in generation %d", generation)
+            self._frozen, self._told, self._unasked_s = -1, None, None
+            self._holders = _standby_peers(scene)
             self._orders.put(lambda: self._assign_anew(scene))
 
     def settings(self, plan: Plan) -> Settings:
