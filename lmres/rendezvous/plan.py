@@ -36,8 +36,8 @@ class Cause:
 
     ``exit_status`` as in ``Popen.returncode``: negative for a signal. ``step`` is the number of optimizer steps
     completed by that rank, None when unknown. ``rank`` is None when a whole node is meant. ``detect_ms``: from the
-    failure to its witness's notice, as far as the witness can tell. ``suspects``: the ranks that ``detail`` names, where
-    all ranks were compared. ``node_id`` is empty where no node is named.
+    failure to its witness's notice, as far as the witness can tell. ``suspects``: the ranks that ``detail`` names,
+    where all ranks were compared. ``node_id`` is empty where no node is named.
     """
 
     failure_class: str

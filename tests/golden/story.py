@@ -231,7 +231,7 @@ class Story:
         quiet_ms: int = 4000,
         step: int = 7,
     ) -> Story:
-        """The node tells what its one worker is doing: ``entered`` operations of the default group, the last is ``op``."""
+        """The node tells what its worker is doing: it has entered so many operations, the last is ``op``."""
         head = self.head()
         slot = next(n.slot for n in head.active if n.node_id == node)
         said = self.view.sightings(head.generation).get(node)

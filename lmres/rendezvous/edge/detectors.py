@@ -66,7 +66,7 @@ class Detectors:
                 detection=policy.detection,
                 crew=crew,
                 me=lambda: agent.me,
-                member=lambda node_id: agent.view.member(node_id),
+                member=lambda node_id: agent.view.member(node_id),  # noqa: PLW0108 (the view may be a new one)
                 poke=poke,
                 emit=events.emit,
             )
