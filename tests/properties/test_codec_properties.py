@@ -31,6 +31,8 @@ SIMPLE: tuple[type, ...] = (
     state.Finished,
     state.Banned,
     state.Parted,
+    state.Health,
+    state.Paused,
     Cause,
     ExceptionInfo,
     Streak,

@@ -23,6 +23,7 @@ from lmres.rendezvous.edge.fitness import Fitness
 from lmres.rendezvous.edge.scouting import Scouting
 from lmres.rendezvous.edge.workers.guardian import Guardian
 from lmres.rendezvous.plan import Plan
+from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.rounds import Outcome
 from lmres.rendezvous.state import Health
 from lmres.scout.sighting import Pace, Sighting
@@ -48,6 +49,7 @@ class Detectors:
         self._policy = policy
         self._agent = agent
         self._crew = crew
+        self._events = events
         self._local_world_size = local_world_size
         self._fitness: Fitness | None = None
         self._scouting: Scouting | None = None
@@ -73,6 +75,9 @@ class Detectors:
 
     def start(self) -> None:
         """The host is looked at once before it asks for a place; bounded."""
+        if self._scouting is not None and not Checkpointing.of(self._policy).enabled:
+            reason = "equals are compared by their captured states, and none are captured (checkpoint, workers.resume)"
+            self._events.emit("protection_off", 0, adapter="corruption", parts=["corruption"], reason=reason)
         if self._fitness is not None:
             self._fitness.start()
 

@@ -11,6 +11,7 @@ from lmres.gemini.inventory import Copy, Holdings, Part
 from lmres.rendezvous import state
 from lmres.rendezvous.codec import decode, encode, to_plain
 from lmres.rendezvous.plan import ActiveNode, Cause, ExceptionInfo, Plan, Quarantined, Streak, Strike
+from lmres.scout.sighting import GroupSight, OpMark, Sighting, WorkerSight
 
 CAUSE = Cause(
     failure_class="user_exception",
@@ -79,6 +80,37 @@ RECORDS: tuple[Any, ...] = (
     state.Finished(outcome="succeeded", exit_code=0, reason="r", generation=2),
     state.Banned(step=5, origin=2, reason="not finite"),
     state.Parted(node_id="b", incarnation="i", by="a", by_incarnation="j", number=2, back=True),
+    state.Health(node_id="a", incarnation="a.1", fit=False, reason="no link"),
+    state.Paused(generation=2, node_id="a", incarnation="a.1", reach=8, step=7),
+    Sighting(
+        generation=2,
+        node_id="a",
+        incarnation="a.1",
+        number=1,
+        alarm=True,
+        timeout_ms=3000,
+        workers=(
+            WorkerSight(
+                rank=0,
+                local_rank=0,
+                pid=7,
+                step=5,
+                phase="backward",
+                phase_ms=3100,
+                quiet_ms=3100,
+                groups=(
+                    GroupSight(
+                        name="0",
+                        ranks=(0, 1),
+                        entered=4,
+                        left=3,
+                        recent=(OpMark(number=4, op="allreduce", shape="float32[8]", step=5),),
+                    ),
+                ),
+                stack=("train.py:7 main",),
+            ),
+        ),
+    ),
     Holdings(
         node_id="a",
         incarnation="a.1",
