@@ -13,6 +13,10 @@ compared, or at the restored one. Ranks that never agreed (a sharded optimizer, 
 covered, which is told, and are never accused. So is a group of three or more that all differ from each other, and one
 that differs in the same way when the same steps are made again: that is the program's doing.
 
+So it is with replays: ranks that agreed on a part of the model are held to it, those that never did are not covered in
+it (a module may hold values of its rank's own). And a rank that goes on differing in a part after its node was replaced
+shows that it is the program: the part is not compared any more.
+
 A replay says something of one part only, and of the state before it only that this part's computing was right until
 then. So a state is certified by replay once *every* part has passed at or after it. Two keys older than the safe one
 are kept for that: the *anchor*, certified, and the *candidate*, which becomes the anchor when the last part has passed.
@@ -91,7 +95,11 @@ class Covered:
 class Certifier:
     """Of one generation. ``base``: the restored key, ``certified`` if it was an anchor. ``holds_back``: what differs is
     not to become safe. ``questioned``: by step, what ranks had when they differed in an earlier generation;
-    ``doubted``: the part of the model in which they did (``part_name``)."""
+    ``doubted``: the part of the model in which they did (``part_name``).
+
+    By part of the model, and kept from one generation to the next: ``agreed``, the ranks that are held to it;
+    ``accused``, those that differed and the node they were on; ``unlike``: the program's own doing, not compared.
+    """
 
     members: frozenset[str]
     origin: int
@@ -106,6 +114,9 @@ class Certifier:
     told: list[Covered] = field(default_factory=list)
     verified: set[Key] = field(default_factory=set)
     differing: dict[Key, dict[int, str]] = field(default_factory=dict)
+    agreed: dict[str, frozenset[int]] = field(default_factory=dict)
+    accused: dict[str, dict[int, str]] = field(default_factory=dict)
+    unlike: set[str] = field(default_factory=set)
     _ranks: dict[str, frozenset[int]] = field(default_factory=dict)
     _rooms: dict[str, bool] = field(default_factory=dict)
     _prints: dict[Key, dict[int, Print]] = field(default_factory=dict)
@@ -181,6 +192,7 @@ class Certifier:
         equals = list(self._equals(prints))
         differing = next((group for group in equals if len({prints[rank].digest for rank in group}) > 1), None)
         if differing is None:
+            self._part_by_layout(prints)
             alone = self._everybody - frozenset().union(*equals)
             if equals and not alone and all(prints[rank].finite for rank in self._everybody):
                 self.verified = {*sorted(self.verified)[-_MAX_KEYS:], key}
@@ -237,6 +249,24 @@ class Certifier:
                 by_layout.setdefault(prints[rank].layout, []).append(rank)
             yield from (ranks for ranks in by_layout.values() if len(ranks) > 1)
 
+    def _part_by_layout(self, prints: Mapping[int, Print]) -> None:
+        """Ranks that no longer have the same tensors are no equals any more, not for a replay either."""
+        parted: list[frozenset[int]] = []
+        for known in self._classes or ():
+            if not known <= prints.keys():
+                parted.append(known)  # their layouts are not known yet
+                continue
+            by_layout: dict[str, set[int]] = {}
+            for rank in sorted(known):
+                by_layout.setdefault(prints[rank].layout, set()).add(rank)
+            parted += [frozenset(ranks) for ranks in by_layout.values() if len(ranks) > 1]
+        before, after = (frozenset().union(*classes) for classes in (self._classes or (), parted))
+        self._classes = tuple(parted) if self._classes is not None else None
+        if before != after:
+            alone = tuple(sorted(self._everybody - after))
+            reason = "these ranks hold other tensors than they did"
+            self.told.append(Covered(check="state", ranks=tuple(sorted(after)), alone=alone, reason=reason))
+
     def _answer_question(self, key: Key, digests: Mapping[int, str]) -> None:
         """The same steps were made again: of those who differed then, who had what all have now?"""
         then = self.questioned.pop(key.step, None)
@@ -262,7 +292,7 @@ class Certifier:
 
     def _compare_replay(self, step: int, said: Mapping[int, Replayed]) -> None:
         """Only ranks whose states are equal are compared. A part that nobody can compute passes."""
-        able = frozenset(rank for rank in said if said[rank].what)
+        able = frozenset(rank for rank in said if said[rank].what and part_name(said[rank].what) not in self.unlike)
         by_what: dict[tuple[int, str], list[int]] = {}
         for number, known in enumerate(self._classes or ()):
             for rank in sorted(known & able):
@@ -277,7 +307,8 @@ class Certifier:
         well = covered == able
         for ranks in equals:
             unsteady = tuple(rank for rank in ranks if not said[rank].steady)
-            groups = _groups({rank: said[rank].digest for rank in ranks if said[rank].steady})
+            digests = {rank: said[rank].digest for rank in ranks if said[rank].steady}
+            groups = _groups(self._held_to(part_name(said[ranks[0]].what), digests, step))
             if unsteady:
                 well = False
                 self.findings.append(
@@ -286,11 +317,44 @@ class Certifier:
             if len(groups) > 1:
                 well = False
                 self._replay_differs(key, groups, said[ranks[0]])
+            elif len(set(digests.values())) > 1:
+                well = False  # in a part in which they never agreed
         if well:
             self._pass(step, next(iter(said.values())))
 
+    def _held_to(self, part: str, digests: Mapping[int, str], step: int) -> dict[int, str]:
+        """Of what ranks have computed: that of those who once agreed on this part. At first that is learned."""
+        known = self.agreed.get(part)
+        if known is None:
+            self.agreed[part] = known = frozenset(r for group in _groups(digests) if len(group) > 1 for r in group)
+            never = tuple(sorted(digests.keys() - known))
+            if never:
+                self._say_unlike(part, never, f"at step {step}, from the first time on")
+        return {rank: digest for rank, digest in digests.items() if rank in known}
+
+    def _say_unlike(self, part: str, ranks: tuple[int, ...], when: str) -> None:
+        reason = f"{part}: these ranks do not compute the same, {when}: taken for the program's doing, not compared"
+        covered = tuple(sorted(self._everybody - frozenset(ranks)))
+        self.told.append(Covered(check="replay", ranks=covered, alone=ranks, reason=reason))
+
+    def _is_programs_doing(self, part: str, groups: tuple[tuple[int, ...], ...], step: int) -> bool:
+        """All differ, or one goes on to differ on another node."""
+        everybody = sum(map(len, groups))
+        every_one = everybody > 2 and all(len(group) == 1 for group in groups)
+        wrong = [rank for group in groups[1:] for rank in group] if 2 * len(groups[0]) > everybody else []
+        nodes = {rank: node for node, ranks in self._ranks.items() for rank in ranks}
+        before = self.accused.setdefault(part, {})
+        again = [rank for rank in wrong if rank in before and before[rank] != nodes.get(rank, "")]
+        before.update({rank: nodes.get(rank, "") for rank in wrong})
+        if not every_one and not again:
+            return False
+        self.unlike.add(part)
+        when = f"at step {step}, all of them" if every_one else f"at step {step}, on another node than before"
+        self._say_unlike(part, tuple(again) or tuple(sorted(r for group in groups for r in group)), when)
+        return True
+
     def _replay_differs(self, key: Key, groups: tuple[tuple[int, ...], ...], one: Replayed) -> None:
-        if self._replay_found:
+        if self._replay_found or self._is_programs_doing(part_name(one.what), groups, key.step):
             return
         self._replay_found = True
         trusted = max((k for k in self.kept if self._passed.get(one.part, -1) >= k.step), default=None)

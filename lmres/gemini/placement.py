@@ -100,8 +100,23 @@ def _fill_up(partners: dict[str, list[str]], spare: Sequence[str], domain: Mappi
 
 
 def _move_apart(partners: dict[str, list[str]], nodes: Sequence[str], domain: Mapping[str, str], replicas: int) -> None:
-    """Moves copies that a lost domain would take along. ``nodes``: active ones first."""
+    """Moves copies that a lost domain would take along, until none can be. ``nodes``: active ones first.
+
+    A move makes room where it comes from, so others may follow; each leaves one such copy less.
+    """
     loads = _loads(partners)
+    while _move_some_apart(partners, loads, nodes, domain, replicas):
+        pass
+
+
+def _move_some_apart(
+    partners: dict[str, list[str]],
+    loads: dict[str, int],
+    nodes: Sequence[str],
+    domain: Mapping[str, str],
+    replicas: int,
+) -> bool:
+    moved = False
     for node_id, holders in partners.items():
         for i, holder in enumerate(holders):
             near = [domain[n] for n in (node_id, *holders[:i])]
@@ -118,6 +133,8 @@ def _move_apart(partners: dict[str, list[str]], nodes: Sequence[str], domain: Ma
                 loads[holder] -= 1
                 loads[chosen] = loads.get(chosen, 0) + 1
                 holders[i] = chosen
+                moved = True
+    return moved
 
 
 def survival(nodes: int, replicas: int, lost: int, *, layout: Layout = "group") -> float:

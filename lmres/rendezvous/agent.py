@@ -47,6 +47,10 @@ BRIEF_MS = 20
 """After a clear cause: what failed together on several nodes, or on one, is then one decision in most cases."""
 KEPT_GENERATIONS = 32
 """Evidence and reports of so many generations stay in the store, for ``lmres incidents``."""
+VAIN_MS = 60_000
+"""After a replacement that would have lost too much, all are left alone for so long."""
+WHOLE_NODE = frozenset({"node_lost", "drain", "node_unhealthy"})
+"""Causes that only the plan may tell of; of any other there is evidence, which is told as such."""
 STAGGER_MS = 150
 MAX_STAGGER = 10
 
@@ -84,6 +88,7 @@ class Agent:
     _unseen_ms: dict[str, int] = field(default_factory=dict)
     _pause: int | None = None
     _pausing_ms: int | None = None
+    _vain_ms: int | None = None
     _alert: bool = False
     _due_ms: int | None = None
     _notes: list[Note] = field(default_factory=list)
@@ -338,6 +343,8 @@ class Agent:
         self._mark_freeze(decision)
         self._mark_look(decision, inputs)
         self._mark_pause(decision, inputs)
+        if isinstance(decision, Wait) and decision.vain:
+            self._vain_ms = self.ledger.leases.attended_ms(inputs.now_ms)
         if self.ledger.observer_index() is None:
             return
         match decision:
@@ -393,8 +400,12 @@ class Agent:
         head = self.view.head()
         if head is None or self._pausing_ms is None:
             return False
-        newest = max((self.ledger.leases.step(n.node_id) or 0 for n in head.active), default=0)
-        return attended_ms - self._pausing_ms >= allowed_ms(generation_ms, newest - head.recovery_step)
+        return attended_ms - self._pausing_ms >= allowed_ms(generation_ms, self._newest_step() - head.recovery_step)
+
+    def _newest_step(self) -> int:
+        """As the leases of the active nodes tell; 0 if none does."""
+        head = self.view.head()
+        return max((self.ledger.leases.step(n.node_id) or 0 for n in head.active), default=0) if head is not None else 0
 
     def _generation(self) -> int:
         head = self.view.head()
@@ -408,7 +419,7 @@ class Agent:
         generation = self._generation()
         if self._head_seen[0] != generation:
             self._head_seen = (generation, self.ledger.leases.attended_ms(now_ms))
-            self._waiting_ms = self._pausing_ms = None
+            self._waiting_ms = self._pausing_ms = self._vain_ms = None
             self._untold_ms.clear()
             self._unseen_ms.clear()
         if self._formed_seen[0] != generation and self.view.formed(generation) is not None:
@@ -445,6 +456,8 @@ class Agent:
             generation_ms=generation_ms,
             wait_over=waited >= self.settings.join_timeout_ms,
             unpaused=self._unpaused(attended_ms, generation_ms),
+            step=self._newest_step(),
+            vain=self._vain_ms is not None and attended_ms - self._vain_ms < VAIN_MS,
             unlooked=frozenset(n for n, ms in self._unseen_ms.items() if attended_ms - ms >= LOOK_MS),
             overdue=frozenset(m.node_id for m in self.view.live_members() if self._is_overdue(m, attended_ms)),
         )
@@ -543,9 +556,11 @@ class Agent:
             return
         for plan in self.view.plans_after(self._told_generation):
             self._tell_faults(plan.from_generation)
-            if plan.cause is not None and plan.cause.rank is None and plan.cause.incarnation:
-                note = fault_note(plan.cause, "primary", "", plan.from_generation)
-                self._once(f"gone {plan.cause.incarnation}", note)
+            cause = plan.cause
+            is_told = any(e.cause == cause for e in self.view.evidence(plan.from_generation))
+            if cause is not None and cause.rank is None and cause.failure_class in WHOLE_NODE and not is_told:
+                note = fault_note(cause, "primary", "", plan.from_generation)
+                self._once(f"gone {cause.incarnation}", note)
             self._notes.append(plan_note(plan))
             self._told_generation = plan.generation
         self._tell_faults(head.generation)
@@ -571,7 +586,7 @@ class Agent:
         if not over and unseen(self.view, head, frozenset(self.view.done(generation))):
             return
         found = localized(self.view, head)
-        if found.excused and not over:
+        if found.excused:
             return
         if alarmed(self.view, head) is None and found.failure_class != "collective_desync":
             return
@@ -583,8 +598,7 @@ class Agent:
         for node in head.active:
             reason, member = self.view.unfit_reason(node.node_id), self.view.member(node.node_id)
             if reason is not None and member is not None and head.action != "stop":
-                revision = self.view.mod_revision(self.keys.health(node.node_id))
-                self._once(f"unfit {node.incarnation} {revision}", unfit_note(member, reason, head.generation))
+                self._once(f"unfit {node.incarnation} {reason}", unfit_note(member, reason, head.generation))
 
     def _once(self, key: str, note: Note) -> None:
         if key not in self._told:

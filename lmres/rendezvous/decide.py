@@ -33,7 +33,7 @@ from lmres.rendezvous.plan import (
 )
 from lmres.rendezvous.resume import Checkpointing, Known, Resume, newest_trusted, resume, untold
 from lmres.rendezvous.state import Finished, Member, RunConfig, View
-from lmres.rendezvous.vacancies import Vacancy, candidates, missing, pick, struck, to_be_replaced
+from lmres.rendezvous.vacancies import Vacancy, candidates, merged, missing, pick, struck, to_be_replaced
 
 Settle = Literal["now", "brief", "window"]
 _OFF = Checkpointing()
@@ -48,6 +48,8 @@ class Observed:
     generation has lasted. ``wait_over``: the wait for a standby has lasted longer than allowed. ``overdue``: members
     that have had long enough to tell what state they hold, and have not. ``unlooked``: nodes that have had long enough
     to tell what their workers are doing, and have not. ``unpaused``: the time for workers to stand still is over.
+    ``step``: the newest that active nodes tell with their leases. ``vain``: a replacement that nothing forces was
+    given up a moment ago.
     """
 
     unconfirmed: frozenset[str] = frozenset()
@@ -58,6 +60,8 @@ class Observed:
     overdue: frozenset[str] = frozenset()
     unlooked: frozenset[str] = frozenset()
     unpaused: bool = False
+    step: int = 0
+    vain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class Wait:
     """``freeze``: a plan is coming, so vaults must say what they hold. ``untold``: those that have not done so.
 
     ``unseen``: those that have not yet said what their workers are doing. ``pause``: workers must stand still at
-    ``pausing.target``.
+    ``pausing.target``. ``vain``: for a replacement that nothing forces too much would be lost; all were asked for it.
     """
 
     reason: str
@@ -74,6 +78,7 @@ class Wait:
     untold: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     pause: bool = False
+    vain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +255,7 @@ def _recover(rules: _Rules, head: Plan, done: frozenset[str]) -> Decision:
     lost = frozenset(v.node.node_id for v in vacancies if v.hard)
     charged = blame.charged_node(first, head, lost)
     strikes = blame.next_strikes(head, first, charged if clear else None, run_ms, policy)
-    vacancies += struck(view, head, charged, strikes, run_ms, policy)
+    vacancies = merged([*vacancies, *struck(view, head, charged, strikes, run_ms, policy)])
     return _fill(
         rules,
         head,
@@ -323,6 +328,12 @@ def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
         return Wait(reason=f"{wanted.reason}; training goes on until a standby joins", for_standby=False)
     if hard:
         return _no_standby(head, rules, case, hard)
+    forced = case.first is not None or any(v.wanted for v in filled)
+    made = max(rules.observed.step, head.recovery_step)
+    if not forced and not rules.checkpointing.enabled and made:
+        return Wait(reason=f"{filled[0].reason}; training goes on, because {_all_lost(made)}")
+    if not forced and rules.observed.vain:
+        return Wait(reason=f"{filled[0].reason}; training goes on, because too much would be lost")
     pause = case.first is None and rules.checkpointing.enabled and pausing.is_possible(view, head)
     moving = pausing.moving(view, head) if pause else ()
     if moving and not rules.observed.unpaused:
@@ -337,10 +348,16 @@ def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
     if state is not None and state.lost:
         waits = rules.wait_for_holdings(head)
         if waits is None and case.first is None:
-            return Wait(reason=f"{filled[0].reason}; training goes on, because {state.words}")
+            return Wait(reason=f"{filled[0].reason}; training goes on, because {state.words}", vain=True)
         return waits or _state_lost(head, case, state)
+    if not forced and made and (state is None or not state.step):
+        return Wait(reason=f"{filled[0].reason}; training goes on, because {_all_lost(made)}", vain=True)
     plan = _plan(view, head, case, active, chosen, filled, unfilled)
     return Commit(plan=_named(_resumed(plan, state)), settle=_settle(view, case, filled, chosen), pause=pause)
+
+
+def _all_lost(made: int) -> str:
+    return f"no state is kept: all {made} steps would be made again"
 
 
 def _resumed(plan: Plan, state: Resume | None) -> Plan:

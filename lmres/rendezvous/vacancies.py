@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from lmres.policy import Recovery
 from lmres.rendezvous import blame
@@ -23,6 +23,31 @@ class Vacancy:
     since_revision: int = 0
     failure_class: str = "drain"
     cause: Cause | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody asked for it: the operator, or whoever ended the agent as planned."""
+        return self.failure_class == "drain"
+
+
+def merged(found: Iterable[Vacancy]) -> list[Vacancy]:
+    """One for each slot, so that one standby takes it: the hard one of several, else the first, with what follows from
+    any of them."""
+    slots: dict[int, Vacancy] = {}
+    for vacancy in found:
+        other = slots.get(vacancy.node.slot)
+        if other is None:
+            slots[vacancy.node.slot] = vacancy
+            continue
+        first, second = (vacancy, other) if vacancy.hard and not other.hard else (other, vacancy)
+        slots[vacancy.node.slot] = replace(
+            first,
+            quarantine=first.quarantine or second.quarantine,
+            dismissed=first.dismissed or second.dismissed,
+            since_revision=max(first.since_revision, second.since_revision),
+            cause=first.cause if first.cause is not None else second.cause,
+        )
+    return list(slots.values())
 
 
 def missing(view: View, head: Plan, witnesses: list[blame.Witness]) -> list[Vacancy]:

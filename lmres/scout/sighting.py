@@ -28,8 +28,9 @@ MAX_STACK_LINES = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMark:
-    """One collective as a rank entered it. ``number`` counts the operations of its group from 1; ``shape`` is text
-    like ``float32[1024, 16]``, empty where there is no tensor; ``step``: completed steps at that moment."""
+    """One collective as a rank entered it. ``number`` counts the operations of its group from 1; a send or receive has
+    0. ``shape`` is text like ``float32[1024, 16]``, empty where there is no tensor; ``step``: completed steps at that
+    moment."""
 
     number: int
     op: str

@@ -129,6 +129,9 @@ class Reporter:
     def paused(self, step: int, *, not_before: int = 0, problem: str = "") -> None:
         self._send({"kind": "paused", "step": step, "not_before": not_before, "problem": problem})
 
+    def goes_on(self, step: int) -> None:
+        self._send({"kind": "goes_on", "step": step})
+
     def alive(self) -> None:
         self._session.mark_progress()
 

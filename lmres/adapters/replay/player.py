@@ -44,6 +44,7 @@ class Player:
         self._covered = covered
         self._parts: Parts | None = None
         self._turn: list[Part] | None = None
+        self._learns_from = 0
         self._hooks: list[Any] = []
 
     def end_looking(self) -> None:
@@ -64,16 +65,24 @@ class Player:
             problems = [text for text, part in zip(problems, self._parts.all, strict=True) if part not in self._turn]
             more = f"; and {len(problems) - MAX_REASONS} more" if len(problems) > MAX_REASONS else ""
             self._covered(len(self._turn), len(self._parts.all), "; ".join(problems[:MAX_REASONS]) + more)
+            self._learns_from = step
         if not self._turn:
             return
-        if step % self._every == 0:
-            self._play(step, kept_rng)
-        if (step + 1) % self._every == 0:
-            self._look([self._part(step + 1)], arguments)
+        index = self._index(step)
+        if index is not None:
+            self._play(step, index, kept_rng)
+        coming = self._index(step + 1)
+        if coming is not None:
+            self._look([self._turn[coming]], arguments)
 
-    def _part(self, step: int) -> Part:
+    def _index(self, step: int) -> int | None:
+        """The part that is computed at this boundary. First each of them once, one a step: then all equals know of each
+        other that they do compute the same."""
         assert self._turn
-        return self._turn[step // self._every % len(self._turn)]
+        count = step - self._learns_from
+        if count < len(self._turn):
+            return count
+        return step // self._every % len(self._turn) if step % self._every == 0 else None
 
     def _look(self, parts: list[Part], arguments: tuple[Any, Any]) -> None:
         assert self._parts is not None
@@ -85,9 +94,8 @@ class Player:
                 look.handle = part.module.register_forward_pre_hook(look, with_kwargs=True)
                 self._hooks.append(look.handle)
 
-    def _play(self, step: int, kept_rng: Any) -> None:
+    def _play(self, step: int, index: int, kept_rng: Any) -> None:
         assert self._turn is not None
-        index = step // self._every % len(self._turn)
         part = self._turn[index]
         what, digest, steady = "", "", True
         if not part.problem:
@@ -135,7 +143,8 @@ class Player:
         torch, device = self._torch, next((leaf.device.type for leaf in leaves if isinstance(leaf, Like)), "cpu")
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         buffers = _digest(torch, list(_telling_buffers(torch, part.module)))
-        rest = repr(([leaf for leaf in leaves if not isinstance(leaf, Like)], part.module.training, str(cast), buffers))
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Like)]
+        rest = repr((plain, part.module.training, str(cast), buffers, _own_values(torch, part.module)))
         kind = xxhash.xxh3_64_hexdigest(f"{rest} {machine.kind(torch)}".encode())
         return f"{part.name} ({type(part.module).__name__}) of {shapes or 'nothing'}|{kind}"
 
@@ -266,6 +275,22 @@ def _telling_buffers(torch: Any, module: Any) -> Iterator[Any]:
     for each in module.modules():
         if not (each.training and isinstance(each, torch.nn.modules.batchnorm._NormBase)):
             yield from (buffer for buffer in each._buffers.values() if buffer is not None)
+
+
+def _own_values(torch: Any, module: Any) -> list[Any]:
+    """Plain numbers and tensors that the modules hold beside parameters and buffers: ranks may come to hold others, and
+    are then not compared. Whole numbers name ranks and sizes, and do not count."""
+    found: list[Any] = []
+    for each in module.modules():
+        for name in sorted(vars(each)):
+            value = vars(each)[name]
+            if name == "training" or (name.startswith("_") and not isinstance(value, float)):
+                continue
+            if isinstance(value, (bool, float)):
+                found.append((name, repr(value)))
+            elif torch.is_tensor(value):
+                found.append((name, _digest(torch, [value])))
+    return found
 
 
 def _batch(torch: Any, arguments: tuple[Any, Any]) -> int:

@@ -26,6 +26,10 @@ class Asker(Protocol):
         """All is saved at this step; or the next step that could be, or why none can."""
         ...
 
+    def goes_on(self, step: int) -> None:
+        """This worker does not stand at the step any more, though nobody has let it go."""
+        ...
+
     def alive(self) -> None: ...
 
 
@@ -65,6 +69,8 @@ class Standing:
                 self._ignored = word
                 if word < step and word != NEXT:
                     asker.paused(step, not_before=step + 1)  # it has passed the step that was meant
+                elif told:
+                    asker.goes_on(step)
                 return
             if word == step and not told:
                 told = self._save(step, save)

@@ -323,7 +323,7 @@ class VaultCore:
             durable=frozenset(self.persister.durable),
             ranks=tuple(sorted(self.ranks)) if comparing else (),
             prints=self._prints() if comparing else {},
-            replays=tuple((r.rank, r.replayed) for r in ranks if r.replayed is not None) if comparing else (),
+            replays=tuple((r.rank, replayed) for r in ranks for replayed in r.replayed) if comparing else (),
             room=comparing and self.replicas.has_room and all(rank.has_room for rank in ranks),
         )
 

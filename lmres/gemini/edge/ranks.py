@@ -21,6 +21,7 @@ from lmres.gemini.session import Message, replayed_from_plain
 from lmres.gemini.slot import SLOTS_PER_RANK, SLOTS_WITH_ANCHORS, SlotState, SlotTable
 
 MEMORY_PARTS = ("shared", "own")
+MAX_REPLAYED = 8
 _COUNTED = {2: "two", 4: "four"}
 
 
@@ -60,7 +61,8 @@ class LocalRank:
         self.topology = ""
         self.last_step = -1
         self.restoring = False
-        self.replayed: Replayed | None = None
+        self.replayed: tuple[Replayed, ...] = ()
+        """The last few."""
         self._spoilt: tuple[Key, Print] | None = None
         self._usable: frozenset[int] = frozenset(range(len(self.table)))
         self._told_room = False
@@ -241,7 +243,7 @@ class LocalRank:
 
     def replay(self, message: Message) -> None:
         """What the worker has computed anew."""
-        self.replayed = replayed_from_plain(message)
+        self.replayed = (*self.replayed[-MAX_REPLAYED + 1 :], replayed_from_plain(message))
 
     def withdraw(self, step: int, *, safe: Key | None) -> Copy | None:
         """The image of this step must not be used. Returns it as others are to know it, if they know it."""
@@ -330,7 +332,7 @@ class LocalRank:
         """A new generation: steps are counted from its base."""
         self.generation = generation
         self.topology = topology
-        self.replayed = self._spoilt = None
+        self.replayed, self._spoilt = (), None
         if safe is None:
             self.journal.forget()
         self.last_step = safe.step if safe is not None else -1

@@ -48,6 +48,9 @@ class Seat:
         self._anchors: set[Key] = set()
         self._questioned: dict[int, tuple[int, dict[int, str]]] = {}
         self._doubted = ""
+        self._agreed: dict[str, frozenset[int]] = {}
+        self._accused: dict[str, dict[int, str]] = {}
+        self._unlike: set[str] = set()
 
     @property
     def safe(self) -> Key | None:
@@ -171,6 +174,9 @@ class Seat:
             holds_back=self._services.options.compare == "hold",
             questioned={step: dict(digests) for step, digests in found.items()},
             doubted=self._doubted,
+            agreed=self._agreed,
+            accused=self._accused,
+            unlike=self._unlike,
         )
 
     def _remember_question(self) -> None:

@@ -32,7 +32,8 @@ from lmres.scout.evidence import Finding, classify_exception, classify_exit, kil
 
 log = logging.getLogger("lmres")
 
-MAX_FAULTS_PER_GENERATION = 32
+MAX_ALIKE = 16
+"""So many findings of one kind about one worker are kept in a generation."""
 TRACEBACK_S = 1.0
 UNKILLABLE_S = 30.0
 SUSPECT_STEPS = 10
@@ -102,6 +103,7 @@ class Crew:
         """By pid: the signal that a worker answers with its stacks, and its descriptor that they go to."""
         self._reports: set[int] = set()
         self._holding: set[int] = set()
+        self._told_enough: set[tuple[Any, ...]] = set()
         self.watch_told: set[int] = set()
         """Workers of this generation that have said whether they can be watched: torch is in them."""
         self._stopper: threading.Thread | None = None
@@ -144,6 +146,7 @@ class Crew:
             self.started_ms = self.stopped_ms = self._killed_s = None
             self._statuses, self._attached, self._reports, self._holding = {}, set(), set(), set()
             self.watch_told = set()
+            self._told_enough = set()
             self.stacks = {}
             self._stopping = self._open = self._success_shown = False
             self._pause_at = self.paused = None
@@ -296,12 +299,16 @@ class Crew:
         return Paused(generation=self.generation, node_id=me.node_id, incarnation=me.incarnation, reach=reach)
 
     def _stands(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        """A worker stands at a boundary, its state saved, or says why it can not."""
+        """A worker stands at a boundary, its state saved, or says why it can not, or that it goes on unasked."""
         step, not_before, problem = message.get("step"), message.get("not_before"), message.get("problem")
-        if worker.place.generation != self.generation or self.paused is None or not isinstance(step, int):
+        if not isinstance(step, int):
             return
         with self._lock:
-            if problem:
+            if worker.place.generation != self.generation or self.paused is None:
+                return  # let go meanwhile
+            if message.get("kind") == "goes_on":
+                self._standing.pop(worker.pid, None)
+            elif problem:
                 self.paused = replace(self.paused, problem=f"rank {worker.place.rank}: {str(problem)[:200]}")
             elif isinstance(not_before, int) and not_before > 0:
                 self.paused = replace(self.paused, reach=max(self.paused.reach, not_before))
@@ -350,7 +357,7 @@ class Crew:
             self.watch_told.add(worker.pid)
         if kind == "holding":
             self._holding.add(worker.pid)
-        if kind == "paused":
+        if kind in ("paused", "goes_on"):
             self._stands(worker, message)
         if kind == "protection":
             if message.get("armed") is not True:
@@ -442,10 +449,6 @@ class Crew:
         """Keeps evidence for the protocol to send. ``more``: further fields of ``Evidence``."""
         me = self._me()
         with self._lock:
-            alike = more.get("reaction", "recover")  # what is only told must not leave a failure unheard
-            mine = [e for e in self.faults if e.generation == self.generation and e.reaction == alike]
-            if len(mine) >= MAX_FAULTS_PER_GENERATION:
-                return
             evidence = Evidence(
                 generation=self.generation,
                 reporter=me.node_id,
@@ -456,8 +459,22 @@ class Crew:
                 at_ms=at_ms,
                 **more,
             )
-            self.faults = (*self.faults, evidence)
+            kind = _kind(evidence)
+            if sum(_kind(e) == kind for e in self.faults) >= MAX_ALIKE:
+                is_new = kind not in self._told_enough
+                self._told_enough.add(kind)
+            else:
+                is_new = False
+                self.faults = (*self.faults, evidence)
+        if is_new:
+            log.warning("found %d times in this generation, and not told any more: %s", MAX_ALIKE, cause.headline())
         self._on_change()
+
+
+def _kind(e: Evidence) -> tuple[Any, ...]:
+    """What counts as alike: one worker's reports must not leave another's, or another failure, unheard."""
+    cause = e.cause
+    return e.generation, e.reaction, cause.failure_class, cause.node_id, cause.rank, cause.pid
 
 
 def now_ms() -> int:

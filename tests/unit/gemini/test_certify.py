@@ -263,21 +263,85 @@ def test_a_replay_that_differs_trusts_only_what_this_part_passed_after() -> None
     assert finding.trusted is not None and anchor <= finding.trusted <= key(7)
 
 
+def agreed(*parts: int) -> dict[str, frozenset[int]]:
+    return {f"part {part}": frozenset(range(3)) for part in parts}
+
+
 def test_before_anything_is_certified_nothing_is_trusted() -> None:
-    group = Group()
+    group = Group(agreed=agreed(1))
     group.replayed(1, 0)
     group.replayed(2, 1, differs={0: "wrong"})
     (finding,) = group.findings()
     assert finding.trusted is None and finding.from_start
-    later = Group(base=Key(7, 0))
+    later = Group(base=Key(7, 0), agreed=agreed(0))
     later.replayed(8, 0, differs={0: "wrong"})
     assert not later.findings()[0].from_start
 
 
 def test_a_restored_anchor_is_trusted() -> None:
-    group = Group(base=Key(7, 0), certified=True)
+    group = Group(base=Key(7, 0), certified=True, agreed=agreed(0))
     group.replayed(8, 0, differs={0: "wrong"})
     assert group.findings()[0].trusted == Key(7, 0)
+
+
+def test_ranks_that_never_agreed_on_a_part_are_not_held_to_it() -> None:
+    group = Group()
+    for step in (1, 2, 3):
+        group.replayed(step, 0, differs={0: f"its own {step}"})
+    assert group.findings() == [] and group.certifier.anchor is None
+    assert [t.alone for t in group.told() if t.check == "replay" and t.reason] == [(0,)], "told once"
+    group.replayed(4, 0, differs={0: "its own", 2: "wrong"})
+    assert group.findings()[0].groups == ((1,), (2,)), "the others still are"
+
+
+def test_a_rank_that_comes_to_hold_other_tensors_is_no_equal_any_more() -> None:
+    group = Group()
+    group.replayed(1, 0)
+    prints = {rank: Print(layout="more" if rank == 0 else "l", digest=f"d{rank == 0}") for rank in range(3)}
+    for rank, name in enumerate(group.names):
+        group.hub.report(
+            Report(
+                node_id=name,
+                whole=frozenset({key(2)}),
+                seen=frozenset({key(2)}),
+                floor=2,
+                ranks=(rank,),
+                prints={key(2): {rank: prints[rank]}},
+                room=True,
+            )
+        )
+    assert group.safe == key(2) and group.findings() == []
+    assert [t.alone for t in group.told() if t.reason] == [(0,)]
+    group.replayed(3, 0, differs={0: "its own"})
+    assert group.findings() == []
+
+
+def test_two_that_never_agreed_accuse_nobody() -> None:
+    group = Group(2)
+    for step in (1, 2, 3):
+        group.replayed(step, 0, differs={0: "its own"})
+    assert group.findings() == []
+
+
+def test_what_goes_on_to_differ_on_another_node_is_the_program() -> None:
+    known: dict[str, Any] = {"agreed": agreed(0), "accused": {}, "unlike": set()}
+    first = Group(**known)
+    first.replayed(1, 0)
+    first.replayed(2, 0, differs={1: "later"})
+    assert first.findings()[0].groups == ((0, 2), (1,))
+    again = Group(base=Key(1, 0), **known)
+    again.names[1] = "other"
+    again.certifier.members = again.hub.members = frozenset(again.names)
+    again.replayed(2, 0, differs={1: "later"})
+    assert again.findings() == [] and known["unlike"] == {"part 0"}
+    again.replayed(3, 0, differs={1: "later"})
+    assert again.findings() == [], "nor is it compared any more"
+
+
+def test_a_part_in_which_all_differ_is_the_program() -> None:
+    group = Group(agreed=agreed(0))
+    group.replayed(1, 0, differs={0: "a", 1: "b", 2: "c"})
+    assert group.findings() == [] and group.certifier.unlike == {"part 0"}
 
 
 def test_what_is_wrong_once_is_told_and_certifies_nothing() -> None:

@@ -12,9 +12,11 @@ that was cut would end the agent with SIGBUS), twice: what was being written in 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
+import threading
 from dataclasses import dataclass
 
 from lmres.scout.sighting import MAX_RECENT, PHASES, GroupSight, OpMark, Phase
@@ -82,6 +84,7 @@ class ProgressPage:
             os.close(self._fd)
             raise
         self._last = (0, 0)
+        self._lock = threading.Lock()
         self.blind = ""
         """Why the last ``look`` saw nothing; empty if it saw something."""
 
@@ -108,8 +111,9 @@ class ProgressPage:
 
     def pause(self, step: int) -> None:
         """Asks the worker to stand still at the first boundary from this step on; 0: not to, or not any more."""
-        if self._fd >= 0:
-            os.pwrite(self._fd, PAUSE.pack(step), PAUSE_AT)
+        with self._lock, contextlib.suppress(OSError):  # else the number may be another file's by now
+            if self._fd >= 0:
+                os.pwrite(self._fd, PAUSE.pack(step), PAUSE_AT)
 
     def look(self, pid: int | None = None) -> PageView | None:
         """Everything on the page; None: it can not be read, and ``blind`` says why. Never raises.
@@ -127,8 +131,10 @@ class ProgressPage:
     def close(self) -> None:
         if self._fd >= 0:
             self.read()
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+            with self._lock:
+                fd, self._fd = self._fd, -1
+                if fd >= 0:
+                    os.close(fd)
 
     def _words(self) -> tuple[int, int] | None:
         if self._fd < 0:
