@@ -61,6 +61,22 @@ def oom_kills(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int | None:
     return None
 
 
+def limit_hits(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int | None:
+    """How often the memory limit of this process's group, or of a group above it, left nothing to allocate. A group
+    above counts what happens below other groups too, so only its own events are taken; version 1 counts less exactly.
+    """
+    found: list[int] = []
+    for folder, version in groups("memory", membership, root):
+        if version == 2:
+            events = fields(folder / "memory.events.local") or ({} if found else fields(folder / "memory.events"))
+            hits = events.get("oom")
+        else:
+            hits = number(folder / "memory.failcnt")
+        if hits is not None:
+            found.append(hits)
+    return sum(found) if found else None
+
+
 def groups(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[tuple[Path, int]]:
     """Folders of the groups that this process is in for a controller, and their version; its own one first."""
     try:

@@ -95,7 +95,7 @@ class Covered:
 class Certifier:
     """Of one generation. ``base``: the restored key, ``certified`` if it was an anchor. ``holds_back``: what differs is
     not to become safe. ``questioned``: by step, what ranks had when they differed in an earlier generation;
-    ``doubted``: the part of the model in which they did (``part_name``).
+    ``doubted``: the part of the model in which they did (``part_name``), ``doubted_at``: after which step.
 
     By part of the model, and kept from one generation to the next: ``agreed``, the ranks that are held to it;
     ``accused``, those that differed and the node they were on; ``unlike``: the program's own doing, not compared.
@@ -108,6 +108,7 @@ class Certifier:
     holds_back: bool = True
     questioned: dict[int, dict[int, str]] = field(default_factory=dict)
     doubted: str = ""
+    doubted_at: int = 0
     anchor: Key | None = None
     candidate: Key | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -372,7 +373,7 @@ class Certifier:
         )
 
     def _pass(self, step: int, one: Replayed) -> None:
-        if self.doubted and part_name(one.what) == self.doubted:
+        if self.doubted and part_name(one.what) == self.doubted and step >= self.doubted_at:
             self._cleared += 1
             if self._cleared == _CLEARED:
                 key = Key(step, self.origin)

@@ -556,11 +556,7 @@ class Agent:
             return
         for plan in self.view.plans_after(self._told_generation):
             self._tell_faults(plan.from_generation)
-            cause = plan.cause
-            is_told = any(e.cause == cause for e in self.view.evidence(plan.from_generation))
-            if cause is not None and cause.rank is None and cause.failure_class in WHOLE_NODE and not is_told:
-                note = fault_note(cause, "primary", "", plan.from_generation)
-                self._once(f"gone {cause.incarnation}", note)
+            self._tell_gone(plan)
             self._notes.append(plan_note(plan))
             self._told_generation = plan.generation
         self._tell_faults(head.generation)
@@ -570,6 +566,15 @@ class Agent:
             if gone is not None and gone.incarnation == node.incarnation and head.action != "stop":
                 cause = gone_cause(gone, self.view.member(node.node_id))
                 self._once(f"gone {node.incarnation}", fault_note(cause, "primary", gone.by, head.generation))
+
+    def _tell_gone(self, plan: Plan) -> None:
+        """What led to the plan, if it is a whole node: unless there is evidence of it, which is told as such."""
+        cause = plan.cause
+        if cause is None or cause.rank is not None or not cause.incarnation or cause.failure_class not in WHOLE_NODE:
+            return
+        if all(e.cause != cause for e in self.view.evidence(plan.from_generation)):
+            note = fault_note(cause, "primary", "", plan.from_generation)
+            self._once(f"gone {cause.incarnation}", note)
 
     def _tell_faults(self, generation: int) -> None:
         for e in self.view.evidence(generation):

@@ -9,14 +9,14 @@ Fit again after ``GOOD_READINGS`` in a row. What a kernel message tells is an ev
 ``EVENT_STANDS_MS``. A check that could not run changes nothing, in either direction.
 
 Training itself must not make a host unfit: load of the processors is none of these rules, and a group's quota of
-processor time that is used up, or a clock that jumps, is only told. Nor does what is far from hurting anybody: shares
-of a large memory or disk are capped, since 2 % of 2 TB are plenty.
+processor time that is used up, little memory while workers run, or a clock that jumps, is only told. Nor does what is
+far from hurting anybody: shares of a large memory or disk are capped, since 2 % of 2 TB are plenty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Status = Literal["fit", "unfit", "skipped"]
@@ -40,6 +40,8 @@ MAX_HOT_EVENTS_PER_S = 10.0
 MAX_ERROR_FRACTION, MIN_ERRORS_PER_S = 0.01, 1.0
 MAX_DROP_FRACTION, MIN_DROPS_PER_S = 0.05, 50.0
 CLOCK_JUMP_MS = 1_000
+LASTING_WARNINGS = frozenset({"cpu", "memory", "gpu"})
+"""Checks whose warnings are of states, not of events."""
 MAX_REASON_CHARS = 200
 
 
@@ -102,7 +104,8 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """``lost``: why it does not answer. ``links_up``: its NVLinks that are. None where the device does not tell."""
+    """``lost``: why it does not answer. ``uncorrected``: memory errors since its driver was loaded. ``links_up``: its
+    NVLinks that are. None where the device does not tell."""
 
     index: int
     name: str = ""
@@ -147,13 +150,16 @@ def skipped(check: str, why: str) -> Reading:
     return Reading(check=check, status="skipped", found=one_line(why))
 
 
-def memory_reading(now: Memory) -> Reading:
+def memory_reading(now: Memory, *, is_busy: bool = False) -> Reading:
+    """``is_busy``: workers run here. What they take, they may take."""
     found = f"{size(now.available)} of memory available of {size(now.total)}"
     unfit = now.available < _floor(now.total, MIN_MEMORY_FRACTION, MIN_MEMORY_BYTES, CAP_MEMORY_BYTES)
     limit = now.group_limit
     if limit is not None and limit < now.total:
         found += f", {size(now.group_free)} below the control group's limit of {size(limit)}"
         unfit = unfit or now.group_free < _floor(limit, MIN_MEMORY_FRACTION, MIN_MEMORY_BYTES, CAP_MEMORY_BYTES)
+    if unfit and is_busy:
+        return Reading(check="memory", found=found, warning=f"little is left while workers run: {found}")
     return Reading(check="memory", status="unfit" if unfit else "fit", found=found)
 
 
@@ -233,11 +239,12 @@ def clock_reading(before: Clock | None, now: Clock) -> Reading:
 
 
 def gpu_reading(before: Iterable[Gpu], now: Iterable[Gpu]) -> Reading:
-    """The worst of the devices; facts before heat. A link that never was up leads nowhere."""
-    links = {d.index: d.links_up for d in before}
+    """The worst of the devices; facts before heat. A link that never was up leads nowhere, and memory errors that were
+    counted before count no more. ``before``: as ``gpu_base`` gives it."""
+    base = {d.index: d for d in before}
     found = sorted(now, key=lambda d: d.index)
     for device in found:
-        fault = _gpu_fault(device, links.get(device.index, ()))
+        fault = _gpu_fault(device, base.get(device.index))
         if fault:
             return Reading(check="gpu", status="unfit", found=f"GPU {device.index}: {fault}", fact=True)
     for device in found:
@@ -245,19 +252,33 @@ def gpu_reading(before: Iterable[Gpu], now: Iterable[Gpu]) -> Reading:
             words = f"GPU {device.index}: {device.celsius} °C, it slows down at {device.slowdown_celsius} °C"
             return Reading(check="gpu", status="unfit", found=words)
     names = ", ".join(sorted({d.name for d in found if d.name}))
-    return Reading(check="gpu", found=f"{len(found)} GPUs without faults ({names})")
+    old = [f"{d.uncorrected} on GPU {d.index}" for d in found if d.uncorrected]
+    warning = f"memory errors that could not be corrected, from before: {', '.join(old)}" if old else ""
+    return Reading(check="gpu", found=f"{len(found)} GPUs without new faults ({names})", warning=warning)
 
 
-def _gpu_fault(device: Gpu, links_before: tuple[int, ...]) -> str:
+def gpu_base(before: Iterable[Gpu], now: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    """What later looks are compared with: devices as they were first seen, counters at their lowest (a reload of the
+    driver sets them to 0)."""
+    base = {d.index: d for d in before}
+    for device in now:
+        known = base.setdefault(device.index, device)
+        counts = [c for c in (known.uncorrected, device.uncorrected) if c is not None]
+        base[device.index] = replace(known, uncorrected=min(counts, default=None))
+    return tuple(base.values())
+
+
+def _gpu_fault(device: Gpu, before: Gpu | None) -> str:
     if device.lost:
         return f"does not answer: {device.lost}"
-    if device.uncorrected:
-        return f"{device.uncorrected} memory errors that could not be corrected"
+    new = _rise(before.uncorrected if before is not None else None, device.uncorrected)
+    if new:
+        return f"{new} new memory errors that could not be corrected"
     if device.remap_failed:
         return "a faulty row of its memory could not be replaced"
     if device.remap_pending:
         return "a faulty row of its memory is to be replaced: it must be reset"
-    down = [n for n in links_before if n not in device.links_up]
+    down = [n for n in (before.links_up if before is not None else ()) if n not in device.links_up]
     if down:
         return f"NVLink {', '.join(map(str, down))} went down"
     return ""
@@ -277,7 +298,8 @@ def command_reading(end: CommandEnd) -> Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """``reason``: why the host is unfit, one line; empty while it is fit."""
+    """``reason``: why the host is unfit, one line; empty while it is fit. It stays as it was first found while the same
+    checks say so: numbers in it move with each reading, and nothing follows from that."""
 
     fit: bool = True
     reason: str = ""
@@ -339,7 +361,7 @@ def _went_bad(check: _Check, reading: Reading, now_ms: int) -> None:
     check.good = 0
     check.bad += 1
     check.until_ms = max(check.until_ms, now_ms + reading.lasting_ms)
-    if check.unfit or reading.fact or check.bad >= TREND_READINGS:
+    if not check.unfit and (reading.fact or check.bad >= TREND_READINGS):
         check.unfit = True
         check.reason = reading.found
 
@@ -353,12 +375,12 @@ def _went_well(check: _Check, now_ms: int) -> None:
 
 
 def _warned(check: _Check, reading: Reading) -> list[Said]:
-    """What lasts (a quota) is told once, when it has lasted; events (a jump, a message) each time."""
+    """What lasts (a quota, little memory) is told once, when it has lasted; events (a jump, a message) each time."""
     if not reading.warning:
         check.warnings = 0
         return []
     check.warnings += 1
-    if reading.check == "cpu" and check.warnings != TREND_READINGS:
+    if reading.check in LASTING_WARNINGS and check.warnings != TREND_READINGS:
         return []
     return [Said(check=reading.check, kind="warning", text=reading.warning)]
 

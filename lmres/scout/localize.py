@@ -6,21 +6,28 @@ everything else is *inconclusive*, with whoever is concerned named. The rules, t
 
 (a) **Stopped.** A process in state T or t, or in D for its whole time of quiet, that is behind the others, or of which
     that is not known, or while nobody else is to blame: its state is a direct witness.
-(b) **Desync.** The operations of each process group are aligned by their numbers. At the first number where operation,
-    shape or optimizer step differ, a strict majority of the group's members names the deviators; two ranks, or no
-    majority, name all. A deviator whose later operations fit the others' one further has left one out (one earlier: it
-    has made one too many). Steps are compared among ranks that had equal ones at the number before: not all ranks of
-    a program have an optimizer. Shapes do not count where they may differ (gather, all-to-all). Sends and receives
-    bear no numbers: there ranks differ by design.
+(b) **Desync.** The operations of each process group are aligned by their numbers. At the first number where operation
+    or shape differ, a strict majority of the group's members names the deviators; two ranks, or no majority, name all.
+    A deviator whose later operations fit the others' one further has left one out (one earlier: it has made one too
+    many). Shapes do not count where they may differ (gather, all-to-all). Sends and receives bear no numbers: there
+    ranks differ by design.
 (c) **Wait-for.** Who has entered fewer operations of a group than others holds up those of them that wait in it. A rank
     that itself waits in a collective of another group only passes the delay on; the others are the roots, and what
     they are doing is the cause. If all that are behind wait for each other, it is a cycle. A root that is still
-    within its own time (``timeout_ms``) *excuses* the waiting: rank 0 may write a long checkpoint while all wait for
-    it. That ends after ``MAX_EXCUSES`` times the time of those who wait: a rank that moves but never comes is at fault.
+    within its own time (``timeout_ms``) *excuses* the waiting: rank 0 may write a long checkpoint, or evaluate, while
+    all wait for it. That ends after ``MAX_EXCUSES`` times the time of those who wait. If the user has set that time, a
+    rank that moves but never comes is at fault then. With ``auto`` it ends after half an hour at the soonest, and who
+    moves is named but never at fault: nobody has said what is too long.
     On an accelerator nobody seems to wait, since programs run ahead of its operations: who is behind is so still.
-(d) **Nobody comes out.** All have entered the same and wait: the network, or the backend. No suspect.
-(e) **No collective says anything.** A minority that is quiet among others that are not is at fault, so is the only rank
-    there is. All quiet in the same phase: that phase is named, nobody is.
+(d) **Uneven steps.** Where all have entered the same, but at one number in different optimizer steps, the deviators are
+    named; inconclusive, since steps of a rank's own (uneven inputs, local steps) look alike. Steps are compared among
+    ranks that had equal ones at the number before: not all ranks of a program have an optimizer.
+(e) **Nobody comes out.** All members of a group have entered the same and wait in it: the network, or the backend. No
+    suspect. If one is not inside (it sleeps, and others wait for it in receives), the next rule looks.
+(f) **No collective says anything.** A minority that is quiet among others that are not is at fault, so is the only rank
+    there is; but who may itself be waiting for somebody in a way that is not seen (``_MAY_WAIT``: it polls a store or a
+    file) is at fault only if others of a group of its wait too, and is excused by those that move as in (c). All quiet
+    in the same phase: that phase is named, nobody is.
 
 Ranks of a node that has told nothing are unknown: suspects as "not heard", and only while nobody else is. Of a rank
 whose page can not be read only the state of its process is known. Sources of the view: PyTorch's Flight Recorder
@@ -31,7 +38,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lmres.scout.scene import (
@@ -55,6 +62,9 @@ from lmres.scout.scene import (
 from lmres.scout.sighting import OpMark, Sighting
 
 MAX_EXCUSES = 4
+AUTO_EXCUSE_MS = 1_800_000
+"""A healthy rank may go on for this long before it comes, where nobody has set a time."""
+_MAY_WAIT = frozenset({"start", "user", "collective", "end"})
 MAX_DETAIL = 1200
 _FREE_SHAPES = frozenset({"gather", "scatter", "alltoall", "alltoall_base", "allgather", "reduce_scatter"})
 """With lists of tensors, which may be uneven. Those of one tensor (``_allgather_base``) may not."""
@@ -93,6 +103,7 @@ def localize(sightings: Iterable[Sighting], *, unheard: Mapping[str, Sequence[in
         or _holding_up(scene)
         or _stopped(scene, direct=False)
         or _passing_on(scene)
+        or _uneven_steps(scene)
         or _not_heard(scene)
         or _none_comes_out(scene)
         or _by_quiet(scene)
@@ -125,31 +136,44 @@ _Look = tuple[str, str, int]
 
 def _desync(scene: Scene) -> Localized | None:
     for group in scene.groups:
-        found = _first_difference(group)
-        if found is not None:
-            return _desync_of(scene, group, *found)
+        for number, here in _by_number(group):
+            if len({_kind(m) for m in here.values()}) > 1:
+                return _desync_of(scene, group, number, here, steps=False)
     return None
 
 
-def _first_difference(group: Group) -> tuple[int, dict[int, OpMark], bool] | None:
-    """The lowest number at which members differ, their operations there, and whether only their steps do."""
+def _uneven_steps(scene: Scene) -> Localized | None:
+    """Only of those that make no progress: alone, steps that differ mean nothing."""
+    for group in scene.groups if scene.alarm else ():
+        found = _first_uneven(group)
+        if found is not None:
+            moving = [r for r in scene.ranks.values() if r.moves]
+            made = _desync_of(scene, group, *found, steps=True)
+            return replace(made, verdict="inconclusive", excused=_excused(scene, moving))
+    return None
+
+
+def _by_number(group: Group) -> list[tuple[int, dict[int, OpMark]]]:
+    """The members' operations of each number."""
     marks: dict[int, dict[int, OpMark]] = {}
     for rank in sorted(group.sights):
         for mark in group.sights[rank].recent:
             if mark.number > 0:
                 marks.setdefault(mark.number, {})[rank] = mark
+    return sorted(marks.items())
+
+
+def _first_uneven(group: Group) -> tuple[int, dict[int, OpMark]] | None:
+    """The lowest number at which members' steps differ that were equal before, and their operations there."""
     before: dict[int, OpMark] = {}
-    for number in sorted(marks):
-        here = marks[number]
-        if len({_kind(m) for m in here.values()}) > 1:
-            return number, here, False
+    for number, here in _by_number(group):
         peers: dict[int, dict[int, OpMark]] = {}
         for rank, mark in here.items():
             if rank in before and before[rank].number == number - 1 and group.ranks[rank].sight.step > 0:
                 peers.setdefault(before[rank].step, {})[rank] = mark
         for equals in peers.values():
             if len({m.step for m in equals.values()}) > 1:
-                return number, equals, True
+                return number, equals
         before = here
     return None
 
@@ -159,7 +183,7 @@ def _kind(mark: OpMark) -> tuple[str, str]:
     return op, "" if op in _FREE_SHAPES else mark.shape
 
 
-def _desync_of(scene: Scene, group: Group, number: int, here: Mapping[int, OpMark], steps: bool) -> Localized:
+def _desync_of(scene: Scene, group: Group, number: int, here: Mapping[int, OpMark], *, steps: bool) -> Localized:
     looks: dict[int, object] = {rank: m.step if steps else _kind(m) for rank, m in here.items()}
     most, count = Counter(looks.values()).most_common(1)[0]
     clear = count * 2 > group.size
@@ -222,8 +246,9 @@ def _holding_up(scene: Scene) -> Localized | None:
     words = [f"{missed(scene, r)}: {activity(r)}" for r in named[:MAX_NAMED]]
     if named[0].is_inside:
         words.append("what it waits for there can not be told")
+    unsure = named[0].is_inside or all(r.moves and r.auto for r in named)
     return _hang(
-        "inconclusive" if named[0].is_inside else "attributed",
+        "inconclusive" if unsure else "attributed",
         named,
         "; ".join(words) + silence(scene),
         excused=_excused(scene, roots),
@@ -238,11 +263,16 @@ def _behind(scene: Scene, waits: Mapping[int, set[int]]) -> list[Rank]:
 
 
 def _excused(scene: Scene, roots: Sequence[Rank]) -> bool:
-    if any(r.is_quiet for r in roots):
+    """Whether those whom the others wait for are all within their own time, and the others may wait so long."""
+    if not roots or any(r.is_quiet for r in roots):
         return False
     longest_ms = max(r.timeout_ms for r in roots)
     others = [r for r in scene.ranks.values() if r not in roots]
-    return all(r.sight.quiet_ms < max(MAX_EXCUSES * r.timeout_ms, longest_ms) for r in others)
+    return all(r.sight.quiet_ms < max(_patience_ms(r), longest_ms) for r in others)
+
+
+def _patience_ms(rank: Rank) -> int:
+    return max(MAX_EXCUSES * rank.timeout_ms, AUTO_EXCUSE_MS if rank.auto else 0)
 
 
 def _waits_elsewhere(scene: Scene, rank: int) -> bool:
@@ -264,6 +294,10 @@ def _passing_on(scene: Scene) -> Localized | None:
     groups = [g for g in scene.groups if any(g.waits(r.number) and not g.is_behind(r.number) for r in behind)]
     where = " and ".join(g.title for g in groups)
     words = f"{who(scene, [r.number for r in behind])} hold up the others, but wait themselves in {where}"
+    outside = [scene.ranks[n] for n in sorted({n for g in groups for n in g.entered if not g.waits(n)})]
+    if outside:
+        words += "".join(f"; {r.named}: {activity(r)}" for r in outside[:MAX_NAMED])
+        return _hang("inconclusive", outside, f"{words}{silence(scene)}", excused=_excused(scene, outside))
     if scene.silent_nodes:
         return _hang("inconclusive", _unheard_suspects(scene), f"{words}{silence(scene)}")
     words = f"{words}, where all have entered the same and none comes out: the network, or the backend"
@@ -310,7 +344,7 @@ def _not_heard(scene: Scene) -> Localized | None:
 def _none_comes_out(scene: Scene) -> Localized | None:
     for group in scene.groups:
         inside = [n for n in group.entered if group.waits(n)]
-        if inside and len(inside) * 2 > len(group.entered):
+        if inside and len(inside) == len(group.entered):
             mark = group.mark(group.highest)
             what = op_words(mark) if mark is not None else "an operation"
             words = (
@@ -325,15 +359,21 @@ def _none_comes_out(scene: Scene) -> Localized | None:
 def _by_quiet(scene: Scene) -> Localized:
     ranks = list(scene.ranks.values())
     quiet = [r for r in ranks if r.is_quiet]
-    if quiet and len(quiet) * 2 < len(ranks):
-        words = [f"{r.named} makes no progress while the others do: {activity(r)}" for r in quiet[:MAX_NAMED]]
-        return _hang("attributed", quiet, "; ".join(words))
-    inside = {r.number for r in ranks if r.sight.phase == "collective"}
+    moving = [r for r in ranks if r.moves]
+    sure = [r for r in quiet if r.phase not in _MAY_WAIT or (not r.is_inside and scene.is_awaited(r.number))]
+    if sure and len(quiet) * 2 < len(ranks):
+        words = [f"{r.named} makes no progress while the others do: {activity(r)}" for r in sure[:MAX_NAMED]]
+        return _hang("attributed", sure, "; ".join(words))
+    if quiet and moving and not sure:
+        words = [f"{r.named}: {activity(r)}" for r in quiet[:MAX_NAMED]]
+        text = f"{'; '.join(words)}; maybe waiting for {who(scene, [r.number for r in moving])}"
+        return _hang("inconclusive", moving, f"{text}{silence(scene)}", excused=_excused(scene, moving))
+    inside = {r.number for r in ranks if r.phase == "collective"}
     outside = [r for r in quiet if r.number not in inside]
     if inside and outside:
         words = [f"{r.named} {activity(r).removeprefix('it ')}" for r in outside[:MAX_NAMED]]
         return _hang("inconclusive", outside, f"ranks {numbers(inside)} wait in a collective; {'; '.join(words)}")
-    phases = sorted({r.sight.phase for r in quiet})
+    phases = sorted({r.phase for r in quiet})
     if len(phases) == 1:
         where = next((f", at {place(r.sight.stack)}" for r in quiet if r.sight.stack), "")
         all_of = f"ranks {numbers(r.number for r in quiet)} all {DOING_ALL[phases[0]]}{where}{_even(scene)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmres.scout.sighting import GroupSight, OpMark, Sighting, WorkerSight
+from lmres.scout.sighting import PHASES, GroupSight, OpMark, Sighting, WorkerSight
 
 MAX_NAMED = 8
 _DEFAULT_GROUP = frozenset({"", "0", "default_pg", "default"})
@@ -45,10 +45,17 @@ class Rank:
     node_id: str
     sight: WorkerSight
     timeout_ms: int
+    auto: bool = False
+    """Its timeout is not the user's."""
 
     @property
     def number(self) -> int:
         return self.sight.rank
+
+    @property
+    def phase(self) -> str:
+        """A phase of a newer version is the program's own code."""
+        return self.sight.phase if self.sight.phase in PHASES else "user"
 
     @property
     def stopped(self) -> bool:
@@ -60,9 +67,14 @@ class Rank:
         return self.sight.quiet_ms >= self.timeout_ms
 
     @property
+    def moves(self) -> bool:
+        """It is known to be within its own time."""
+        return not (self.is_quiet or self.stopped or self.sight.blind or self.sight.state == "Z")
+
+    @property
     def is_inside(self) -> bool:
         """It waits for others itself, whatever for."""
-        return self.sight.phase == "collective" and self.sight.state != "Z"
+        return self.phase == "collective" and self.sight.state != "Z"
 
     @property
     def named(self) -> str:
@@ -73,20 +85,27 @@ class Scene:
     """All ranks that were told of, by rank, and the groups that they use together, by name."""
 
     def __init__(self, sightings: Iterable[Sighting], unheard: Mapping[str, Sequence[int]]) -> None:
+        told = list(sightings)
         found = [
-            Rank(node_id=s.node_id, sight=w, timeout_ms=w.timeout_ms or s.timeout_ms)
-            for s in sightings
+            Rank(node_id=s.node_id, sight=w, timeout_ms=w.timeout_ms or s.timeout_ms, auto=s.auto)
+            for s in told
             for w in s.workers
         ]
+        self.alarm = any(s.alarm for s in told)
         self.ranks = {r.number: r for r in sorted(found, key=lambda r: (r.number, r.node_id))}
         self.unheard = {rank: node_id for node_id, ranks in unheard.items() for rank in ranks if rank not in self.ranks}
         self.silent_nodes = tuple(sorted(unheard))
         names = sorted({g.name for r in self.ranks.values() if not r.sight.blind for g in r.sight.groups})
-        self.groups = tuple(Group(name, self.ranks) for name in names)
+        self.groups = tuple(Group(name, self.ranks, unheard=len(self.unheard)) for name in names)
         self.default = next((g for g in self.groups if g.name in _DEFAULT_GROUP), None)
 
     def behind(self, rank: int) -> bool:
         return any(g.is_behind(rank) for g in self.groups)
+
+    def is_awaited(self, rank: int) -> bool:
+        """Whether another member of a group of its waits for something, maybe for it."""
+        members = {n for g in self.groups if rank in g.entered for n in g.entered}
+        return any(self.ranks[n].is_inside for n in members - {rank})
 
     def waits_for(self, rank: int) -> set[int]:
         """Whom this rank waits for, in whatever group's collective it is."""
@@ -96,7 +115,8 @@ class Scene:
 class Group:
     """One process group: what each member that is known has entered. A member that never used it has entered 0."""
 
-    def __init__(self, name: str, ranks: Mapping[int, Rank]) -> None:
+    def __init__(self, name: str, ranks: Mapping[int, Rank], *, unheard: int) -> None:
+        """``unheard``: so many ranks have not been told of, and may be members where nobody says who is."""
         self.name = name
         self.sights: dict[int, GroupSight] = {}
         self.ranks = ranks
@@ -106,7 +126,7 @@ class Group:
                 if group.name == name and not rank.sight.blind:
                     self.sights[number] = group
                     told.update(group.ranks)
-        self.size = max(len(told), len(self.sights))
+        self.size = max(len(told), len(self.sights) + (0 if told else unheard))
         known = [n for n in sorted(told | set(self.sights)) if n in ranks and not ranks[n].sight.blind]
         self.entered = {n: self.sights[n].entered if n in self.sights else 0 for n in known}
         self.highest = max(self.entered.values(), default=0)
@@ -130,7 +150,7 @@ class Group:
         group = self.sights.get(rank)
         if group is None or group.entered <= group.left or self.ranks[rank].sight.state == "Z":
             return False
-        return self.ranks[rank].sight.phase in ("collective", "backward")
+        return self.ranks[rank].phase in ("collective", "backward")
 
     def mark(self, number: int) -> OpMark | None:
         """Operation ``number`` as the members know it that have entered it; of the lowest rank."""
@@ -167,7 +187,7 @@ def activity(rank: Rank) -> str:
         return STATES["Z"]
     where = f", at {place(sight.stack)}" if sight.stack else ""
     busy = ", and is using the processor" if sight.state == "R" else ""
-    return f"it {DOING[sight.phase]}{where}{busy}, for {seconds(sight.quiet_ms)}"
+    return f"it {DOING[rank.phase]}{where}{busy}, for {seconds(sight.quiet_ms)}"
 
 
 def place(stack: Sequence[str]) -> str:

@@ -55,13 +55,13 @@ class WorkerSight:
     """``quiet_ms``: since anything was last noted of it; ``phase_ms``: since its phase began. ``state``: as in
     ``/proc/PID/stat`` (R, S, D, T, t, Z; empty: not known). ``stack``: its main thread, outermost frame first.
     ``blind``: why its page says nothing; then only ``state`` and ``stack`` count. ``timeout_ms``: how long it may be
-    quiet in its phase; 0 where not known."""
+    quiet in its phase; 0 where not known. ``phase``: one of ``PHASES``, or one that only a newer version knows."""
 
     rank: int
     local_rank: int
     pid: int
     step: int
-    phase: Phase
+    phase: str
     phase_ms: int
     quiet_ms: int
     state: str = ""
@@ -74,7 +74,8 @@ class WorkerSight:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
     """Of one node. ``alarm``: a worker here has been quiet for longer than ``timeout_ms``, else this is an answer to
-    another's alarm. ``number`` rises with each one of a generation; the newest counts."""
+    another's alarm. ``number`` rises with each one of a generation; the newest counts. ``auto``: nobody has set how
+    long a worker may be quiet."""
 
     generation: int
     node_id: str
@@ -83,6 +84,7 @@ class Sighting:
     alarm: bool
     timeout_ms: int
     workers: tuple[WorkerSight, ...] = ()
+    auto: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

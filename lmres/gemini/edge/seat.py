@@ -47,7 +47,7 @@ class Seat:
         self._spoken = -1
         self._anchors: set[Key] = set()
         self._questioned: dict[int, tuple[int, dict[int, str]]] = {}
-        self._doubted = ""
+        self._doubted, self._doubted_at = "", 0
         self._agreed: dict[str, frozenset[int]] = {}
         self._accused: dict[str, dict[int, str]] = {}
         self._unlike: set[str] = set()
@@ -174,6 +174,7 @@ class Seat:
             holds_back=self._services.options.compare == "hold",
             questioned={step: dict(digests) for step, digests in found.items()},
             doubted=self._doubted,
+            doubted_at=self._doubted_at,
             agreed=self._agreed,
             accused=self._accused,
             unlike=self._unlike,
@@ -201,6 +202,7 @@ class Seat:
         then = self._questioned.pop(finding.key.step, None) if finding.check == "again" else None
         if finding.check in ("replay", "cleared"):
             self._doubted = part_name(finding.what) if finding.check == "replay" else ""
+            self._doubted_at = finding.key.step
         fields = {
             "check": finding.check,
             "step": finding.key.step,

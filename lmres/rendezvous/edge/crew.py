@@ -106,6 +106,8 @@ class Crew:
         self._told_enough: set[tuple[Any, ...]] = set()
         self.watch_told: set[int] = set()
         """Workers of this generation that have said whether they can be watched: torch is in them."""
+        self.watch_off: dict[int, str] = {}
+        """By pid: why a worker of this generation is not watched, in its own words."""
         self._stopper: threading.Thread | None = None
         self._stopping = False
         self._cleaned: set[int] = set()
@@ -146,6 +148,7 @@ class Crew:
             self.started_ms = self.stopped_ms = self._killed_s = None
             self._statuses, self._attached, self._reports, self._holding = {}, set(), set(), set()
             self.watch_told = set()
+            self.watch_off = {}
             self._told_enough = set()
             self.stacks = {}
             self._stopping = self._open = self._success_shown = False
@@ -355,6 +358,8 @@ class Crew:
             self._note_stacks(worker, message)
         if kind == "watch":
             self.watch_told.add(worker.pid)
+            if message.get("armed") is not True:
+                self.watch_off[worker.pid] = str(message.get("reason", ""))[:500]
         if kind == "holding":
             self._holding.add(worker.pid)
         if kind in ("paused", "goes_on"):

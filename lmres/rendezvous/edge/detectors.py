@@ -9,6 +9,8 @@ There are none without a policy, or with ``detection.enabled: false``; all metho
 
 from __future__ import annotations
 
+import logging
+import queue
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,15 @@ from lmres.rendezvous.agent import Agent
 from lmres.rendezvous.edge.crew import Crew, now_ms
 from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.fitness import Fitness
-from lmres.rendezvous.edge.scouting import Scouting
+from lmres.rendezvous.edge.scouting import Scouting, in_place_of_slow
 from lmres.rendezvous.edge.workers.guardian import Guardian
 from lmres.rendezvous.plan import Plan
 from lmres.rendezvous.resume import Checkpointing
 from lmres.rendezvous.rounds import Outcome
 from lmres.rendezvous.state import Health
 from lmres.scout.sighting import Pace, Sighting
+
+log = logging.getLogger("lmres")
 
 
 class Detectors:
@@ -50,9 +54,13 @@ class Detectors:
         self._agent = agent
         self._crew = crew
         self._events = events
+        self._poke = poke
+        self._found: queue.SimpleQueue[tuple[int, Mapping[str, Any]]] = queue.SimpleQueue()
+        self._judges = True
         self._local_world_size = local_world_size
         self._fitness: Fitness | None = None
         self._scouting: Scouting | None = None
+        self._replaced: tuple[int, frozenset[str]] = (0, frozenset())
         if on:
             self._fitness = Fitness(
                 policy.detection.health,
@@ -62,6 +70,7 @@ class Detectors:
                 guardian=guardian,
                 events=events,
                 generation=lambda: crew.generation,
+                has_workers=lambda: crew.alive,
                 poke=poke,
             )
             self._scouting = Scouting(
@@ -91,6 +100,7 @@ class Detectors:
 
     def follow(self, outcome: Outcome) -> None:
         """After each round, in the control thread."""
+        self._accuse()
         plan, leases = outcome.plan, self._agent.ledger.leases
         if self._fitness is not None and plan is not None:
             self._fitness.follow(plan.generation)
@@ -100,9 +110,34 @@ class Detectors:
             if outcome.slot == 0 and plan.generation == self._crew.generation:
                 mine = {self._agent.me.node_id: self._scouting.paces}
                 self._scouting.paces_of_all({n.node_id: leases.paces(n.node_id) for n in plan.active} | mine)
+                if self._replaced[0] != plan.generation:
+                    self._replaced = (plan.generation, in_place_of_slow(self._agent.view.plans_after(0)))
+                self._scouting.in_place_of_slow = self._replaced[1]
 
     def accuse(self, found: Mapping[str, Any]) -> None:
-        """This node's vault is the hub, and has seen equals differ. In the vault's thread."""
+        """This node's vault is the hub, and has seen equals differ. In the vault's thread: judged after the next round,
+        by the thread that the records belong to."""
+        self._found.put((now_ms(), found))
+        self._poke()
+
+    def _accuse(self) -> None:
+        while not self._found.empty():
+            at_ms, found = self._found.get()
+            try:
+                self._charge(found, at_ms)
+            except Exception as error:  # as strange as what was found may be, the agent goes on
+                log.warning("what the vault has found could not be judged: %r", found, exc_info=True)
+                if self._judges:
+                    self._judges = False
+                    self._events.emit(
+                        "protection_off",
+                        self._crew.generation,
+                        adapter="corruption",
+                        parts=["corruption"],
+                        reason=f"what the vault has found could not be judged: {error!r}",
+                    )
+
+    def _charge(self, found: Mapping[str, Any], at_ms: int) -> None:
         view, crew = self._agent.view, self._crew
         plan = view.head()
         if plan is None or plan.generation != crew.generation or plan.origin != found["origin"]:
@@ -121,7 +156,7 @@ class Detectors:
             crew.add_evidence(
                 charge.cause,
                 "primary",
-                now_ms(),
+                at_ms,
                 reaction=charge.reaction,
                 evict=charge.evict,
                 trusted=charge.trusted,

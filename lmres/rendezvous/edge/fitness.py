@@ -17,7 +17,8 @@ log = logging.getLogger("lmres")
 
 
 class Fitness:
-    """Owned by the node. ``generation`` gives the newest one, for events; ``poke`` wakes the control thread."""
+    """Owned by the node. ``generation`` gives the newest one, for events; ``has_workers``: training runs here;
+    ``poke`` wakes the control thread."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Fitness:
         guardian: Guardian,
         events: EventLog,
         generation: Callable[[], int],
+        has_workers: Callable[[], bool],
         poke: Callable[[], None],
     ) -> None:
         self._me = me
@@ -43,6 +45,7 @@ class Fitness:
             environ={"LMRES_RUN_ID": run_id, "LMRES_NODE_ID": me().node_id, "LMRES_STATE_DIR": str(state_dir)},
             on_spawn=guardian.register,
             on_gone=guardian.unregister,
+            is_busy=has_workers,
         )
         self._watch = HealthWatch(
             settings, host, on_armed=self._armed, on_change=self._changed, on_said=self._said, on_off=self._off

@@ -9,10 +9,12 @@ anything but to run a signal handler in C. Rules:
    time that long has passed again, and is withdrawn when the worker moves. Who hangs, and whether anybody does, is not
    decided here (``lmres.scout.localize``).
 3. Not watched is a worker that has ended, that holds after an exception, or that is being stopped.
-4. Watching never harms the run. Where it fails for one rank (a page that is broken, a program without torch), that is
-   said once and the others stay watched; where the thread itself fails, that is said once, and training goes on. The
-   next generation has a new thread.
-5. Stragglers are judged by the node of slot 0 alone, from the paces of all ranks that the leases carry.
+4. Watching never harms the run. Where it fails for one rank (a page that is broken, a program without torch, marks
+   that failed in the worker), that is said once and the others stay watched; where the thread itself fails, that is
+   said once, and training goes on. The next generation has a new thread.
+5. Stragglers are judged by the node of slot 0 alone, from the paces of all ranks that the leases carry. Of two ranks
+   nobody can tell which is slow and which is fast, and a slot that is slow again with another node was not slow because
+   of its node: then nobody is replaced, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from lmres.policy import Detection
@@ -31,10 +34,10 @@ from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.edge.workers.proctree import read_process
 from lmres.rendezvous.edge.workers.progress import PageView
 from lmres.rendezvous.edge.workers.stacks import MAX_WAIT_S, read_stacks
-from lmres.rendezvous.plan import Cause
+from lmres.rendezvous.plan import Cause, Plan
 from lmres.rendezvous.state import Member
-from lmres.scout.hangs import History, Quiet, timeout_ms
-from lmres.scout.sighting import MAX_RECENT, MAX_STACK_LINES, Pace, Sighting, WorkerSight
+from lmres.scout.hangs import History, Quiet, teaches, timeout_ms
+from lmres.scout.sighting import MAX_RECENT, MAX_STACK_LINES, GroupSight, Pace, Sighting, WorkerSight
 from lmres.scout.straggler import Slow, StragglerJudge
 
 log = logging.getLogger("lmres")
@@ -79,6 +82,8 @@ class Scouting:
         self.poke = poke
         self.emit = emit
         self.history = History()
+        self.in_place_of_slow: frozenset[str] = frozenset()
+        """Nodes whose slot has been taken from a slow one."""
         self._watch: _Watch | None = None
 
     def begin(self, generation: int, *, slot: int, ranks: int) -> None:
@@ -139,9 +144,12 @@ class _Seen:
         self.timeout_ms = 0
         self._raw_state = ""
         self._first: PageView | None = None
+        self._was_stopped = False
+        """During the pause that lasts."""
 
     def look(self, at_ms: int, *, excused: bool) -> int:
-        """Answers the pause that has just ended, 0 if none has. ``excused``: it is no longer to be watched."""
+        """Answers the pause that has just ended, if it teaches anything; else 0. ``excused``: it is no longer to be
+        watched."""
         worker = self.worker
         self.ended = self.ended or worker.exit_status() is not None
         self.excused = excused
@@ -151,11 +159,33 @@ class _Seen:
             self.problem = worker.progress.blind or "its page can not be read"
             return 0
         self.problem = ""
-        self.view = view
+        ended = self._teaches
+        before, self.view = self.view, view
+        stopped = self.state in ("T", "t")
+        moved = before is None or _count(view) != _count(before)
+        self._was_stopped = stopped or (self._was_stopped and not moved)
+        pause_ms = self.quiet.saw(_count(view), view.event_ns // 1_000_000, at_ms)
         if self._first is None and view.first_ns:
             self._first = view
-        pause_ms = self.quiet.saw(view.event_count, view.event_ns // 1_000_000, at_ms)
-        return pause_ms if self._first is not None and self._first is not view else 0
+        return pause_ms if ended else 0
+
+    @property
+    def _teaches(self) -> bool:
+        """Whether the pause that lasts says anything of its own work after its first step."""
+        view = self.view
+        return self._first is not None and view is not None and teaches(view.phase, stopped=self._was_stopped)
+
+    @property
+    def taken_for_hung_ms(self) -> int:
+        """The pause that lasts, if it has raised an alarm and teaches anything."""
+        return self.quiet.quiet_ms if self.loud and self._teaches else 0
+
+    @property
+    def steps(self) -> int:
+        """Completed in this generation, as far as seen."""
+        if self._first is None or self.view is None:
+            return 0
+        return max(1, self.view.step - self._first.step + 1)
 
     def _look_at_process(self) -> None:
         process = read_process(self.worker.pid)
@@ -221,6 +251,7 @@ class _Watch:
         straggler = scouting.detection.straggler
         self._scouting = scouting
         self._crew = scouting.crew
+        self._ranks = ranks
         self._judge = (
             StragglerJudge(ranks=ranks, slowdown=straggler.slowdown, windows=straggler.windows) if slot == 0 else None
         )
@@ -229,6 +260,7 @@ class _Watch:
         self._number = 0
         self._told_ms = -ANSWER_MS
         self._alarm: tuple[tuple[int, int], ...] = ()
+        self._ended = False
         self._stacks: dict[int, tuple[str, ...]] | None = None
         self._asked = threading.Event()
         self._wake = threading.Event()
@@ -261,6 +293,7 @@ class _Watch:
                 self.turn(now_ms())
                 self._wake.wait(self._turn_s())
                 self._wake.clear()
+            self._learn_from_the_end()
         except BaseException as error:
             if not self._over:
                 self.give_up(error)
@@ -272,6 +305,8 @@ class _Watch:
     def turn(self, at_ms: int) -> None:
         """One look at all workers here."""
         crew = self._crew
+        if crew.stopping or crew.generation != self.generation:
+            self._learn_from_the_end()
         if crew.generation != self.generation:
             return
         excused = crew.excused_pids
@@ -284,16 +319,22 @@ class _Watch:
         self._tell(at_ms)
         self._judge_paces(at_ms)
 
+    def _learn_from_the_end(self) -> None:
+        """Workers are stopped while an alarm stands: maybe they only took long."""
+        if not self._ended:
+            self._ended = True
+            for seen in self._seen.values():
+                self._scouting.history.note(seen.taken_for_hung_ms)
+
     def _look_at(self, seen: _Seen, at_ms: int, *, excused: bool) -> None:
         pause_ms = seen.look(at_ms, excused=excused)
         history, view = self._scouting.history, seen.view
         history.note(pause_ms)
-        started = view is not None and view.first_ns > 0
         seen.timeout_ms = timeout_ms(
             self._scouting.detection.hang_timeout_s,
             history,
             phase=view.phase if view is not None else "start",
-            started=started,
+            steps=seen.steps,
             stopped=seen.state in ("T", "t"),
         )
         self._say_what_is_off(seen, at_ms)
@@ -304,6 +345,9 @@ class _Watch:
         attached = seen.worker.pid in self._crew.attached_pids
         if seen.problem and attached:
             self._off_once(seen, "page", f"its progress page can not be used: {seen.problem}")
+        elif seen.worker.pid in self._crew.watch_off:
+            reason = self._crew.watch_off[seen.worker.pid]
+            self._off_once(seen, "watch", f"what notes its progress has failed in it: {reason}")
         elif attached and seen.worker.pid not in self._crew.watch_told and at_ms - seen.began_ms > UNARMED_MS:
             self._off_once(seen, "torch", "the program has not imported torch: nothing tells whether it goes on")
 
@@ -358,6 +402,7 @@ class _Watch:
                 alarm=alarm,
                 timeout_ms=min(loud, default=base_ms),
                 workers=tuple(sorted(sights, key=lambda w: w.rank)),
+                auto=self._scouting.detection.hang_timeout_s == "auto",
             )
         )
         self._told_ms = at_ms
@@ -394,23 +439,52 @@ class _Watch:
             detail=slow.detail,
             rank=slow.rank,
         )
-        action = self._scouting.detection.straggler.action
-        reaction = "replace" if action == "replace" else "report"
-        self._crew.add_evidence(cause, "primary", at_ms, reaction=reaction)
+        wanted = self._scouting.detection.straggler.action == "replace" and self._ranks > 2
+        helps = wanted and slow.node_id not in self._scouting.in_place_of_slow
+        self._crew.add_evidence(cause, "primary", at_ms, reaction="replace" if helps else "report")
+
+
+def in_place_of_slow(plans: Sequence[Plan]) -> frozenset[str]:
+    """Nodes of the newest plan whose slot has been taken from a slow one. ``plans``: all of the run, oldest first."""
+    slots = set()
+    for before, plan in pairwise(plans):
+        if plan.failure_class == "straggler" and plan.action == "replace":
+            was = {n.slot: n.node_id for n in before.active}
+            slots |= {n.slot for n in plan.active if was.get(n.slot) != n.node_id}
+    return frozenset(n.node_id for n in plans[-1].active if n.slot in slots) if plans else frozenset()
+
+
+def _count(view: PageView) -> int:
+    """Rises with everything that is noted on a page: a step made outside of the main thread is no event."""
+    return view.event_count + view.step
 
 
 def _fitting(sighting: Sighting) -> Sighting:
-    """Cut, if it is too large for a record: the oldest operations and the outermost frames go first."""
-    for marks, lines in ((MAX_RECENT, MAX_STACK_LINES), (8, 20), (4, 8), (1, 3)):
-        workers = tuple(
-            replace(
-                w,
-                groups=tuple(replace(g, recent=g.recent[-marks:]) for g in w.groups),
-                stack=tuple(line[:300] for line in w.stack[-lines:]),
-            )
-            for w in sighting.workers
-        )
-        cut = replace(sighting, workers=workers)
+    """Cut, if it is too large for a record: the oldest operations and the outermost frames go first, then the ranks of
+    the groups, the groups, the stacks."""
+    for cut in _cuts(sighting):
         if len(encode(cut)) <= MAX_SIGHTING_BYTES:
             break
     return cut
+
+
+def _cuts(sighting: Sighting) -> Iterator[Sighting]:
+    """Less and less of it."""
+
+    def cut(marks: int, lines: int, *, ranks: bool = True, groups: bool = True) -> Sighting:
+        def of_group(g: GroupSight) -> GroupSight:
+            return replace(g, recent=g.recent[-marks:], ranks=g.ranks if ranks else ())
+
+        def of_worker(w: WorkerSight) -> WorkerSight:
+            stack = tuple(line[:300] for line in w.stack[-lines:]) if lines else ()
+            return replace(w, groups=tuple(map(of_group, w.groups)) if groups else (), stack=stack)
+
+        return replace(sighting, workers=tuple(map(of_worker, sighting.workers)))
+
+    yield cut(MAX_RECENT, MAX_STACK_LINES)
+    yield cut(8, 20)
+    yield cut(8, 20, ranks=False)
+    yield cut(4, 8, ranks=False)
+    yield cut(1, 3, ranks=False)
+    yield cut(1, 3, groups=False)
+    yield cut(1, 0, groups=False)

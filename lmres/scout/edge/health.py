@@ -36,6 +36,7 @@ class Host:
     """What is looked at. ``address``: by which peers reach this host. ``environ``: for the site's command.
 
     ``on_spawn`` and ``on_gone`` get the process id of the site's command, for whoever ends what is left of this agent.
+    ``is_busy``: whether training runs here.
     """
 
     folder: Path
@@ -43,10 +44,11 @@ class Host:
     environ: Mapping[str, str] = field(default_factory=dict)
     on_spawn: Callable[[int], None] = lambda pid: None
     on_gone: Callable[[int], None] = lambda pid: None
+    is_busy: Callable[[], bool] = lambda: False
 
 
 class Checks:
-    """The checks of one policy, and what they last read. For one thread; ``close`` ends the threads of the slow ones.
+    """The checks of one policy, and what they last read. For one thread, but for ``stop``.
 
     ``on_answer`` is called, in another thread, when a slow one has an answer.
     """
@@ -84,7 +86,7 @@ class Checks:
             slow.ask()
         readings = [_guarded(kernel_log.CHECK, self._read_log)]
         if "memory" in self._checks:
-            readings.append(_guarded("memory", lambda: health.memory_reading(readers.read_memory())))
+            readings.append(_guarded("memory", self._read_memory))
         return [*readings, *self.rates(), *self.answers(wait_s)]
 
     def rates(self) -> list[Reading]:
@@ -102,15 +104,22 @@ class Checks:
         found = (slow.answer(max(0.0, end_s - time.monotonic())) for slow in self._slow)
         return [reading for reading in found if reading is not None]
 
-    def close(self) -> None:
-        if self._command is not None:
-            self._command.stop()
+    def stop(self) -> None:
+        """Ends the threads of the slow ones, and whatever the site's command has started; bounded. For any thread."""
         for slow in self._slow:
             slow.close()
+        if self._command is not None:
+            self._command.close()
+
+    def close(self) -> None:
+        self.stop()
         if self._log is not None:
             self._log.close()
 
     # -- the checks ---------------------------------------------------------------------------------------------------
+
+    def _read_memory(self) -> Reading:
+        return health.memory_reading(readers.read_memory(), is_busy=self._host.is_busy())
 
     def _read_clock(self) -> Reading:
         before, self._clock = self._clock, readers.read_clock()
@@ -142,7 +151,7 @@ class Checks:
         if self._gpus is None:
             self._gpus = Gpus()
         found = self._gpus.read()
-        self._seen_gpus = self._seen_gpus or found
+        self._seen_gpus = health.gpu_base(self._seen_gpus, found)
         return health.gpu_reading(self._seen_gpus, found)
 
 
@@ -177,11 +186,12 @@ class _Slow:
 
     def ask(self) -> None:
         """Unless it is still busy."""
-        if self._since_s is not None:
+        if self._since_s is not None or self._closing:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"lmres-health-{self._check}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"lmres-health-{self._check}", daemon=True)
+            thread.start()
+            self._thread = thread
         self._since_s = time.monotonic()
         self._answered.clear()
         self._asked.set()
@@ -199,8 +209,10 @@ class _Slow:
         return health.skipped(self._check, f"it has not answered for {self._limit_s:g} s")
 
     def close(self) -> None:
+        """For any thread. Nobody waits for its answer any more."""
         self._closing = True
         self._asked.set()
+        self._answered.set()
 
     def _run(self) -> None:
         while True:
@@ -238,6 +250,8 @@ class HealthWatch:
         self._poked = False
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._checks: Checks | None = None
+        self._has_begun = False
         self.verdict = Verdict()
 
     def start(self, bound_s: float = FIRST_S) -> None:
@@ -247,7 +261,7 @@ class HealthWatch:
 
     def rearm(self) -> bool:
         """Tries again if the watch has failed; says whether it had."""
-        if self._closing or self._thread is None or self._thread.is_alive():
+        if self._closing or not self._has_begun or (self._thread is not None and self._thread.is_alive()):
             return False
         self._begin()
         return True
@@ -260,19 +274,36 @@ class HealthWatch:
     def close(self) -> None:
         self._closing = True
         self._wake.set()
+        checks = self._checks
+        if checks is not None:
+            checks.stop()
         if self._thread is not None:
             self._thread.join(2.0)
 
     def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="lmres-health", daemon=True)
-        self._thread.start()
+        self._has_begun = True
+        thread = threading.Thread(target=self._run, name="lmres-health", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads can be started here now
+            self._first.set()
+            self._fail(error)
+            return
+        self._thread = thread
+
+    def _fail(self, error: Exception) -> None:
+        log.warning("the host's health is not watched any more", exc_info=error)
+        with contextlib.suppress(Exception):
+            self._on_off(repr(error))
 
     def _run(self) -> None:
         checks = None
         try:
-            checks = Checks(self._settings, self._host, self._wake.set)
+            self._checks = checks = Checks(self._settings, self._host, self._wake.set)
             judge = Judge()
-            readings = checks.read(FIRST_S)
+            readings = checks.read(FIRST_S) if not self._closing else []
+            if self._closing:
+                return
             self._tell_armed(readings)
             self._judge(judge, readings, is_first=True)
             self._first.set()
@@ -281,9 +312,7 @@ class HealthWatch:
                 if not self._closing:
                     self._judge(judge, checks.read(0.0))
         except Exception as error:
-            log.warning("the host's health is not watched any more", exc_info=True)
-            with contextlib.suppress(Exception):
-                self._on_off(repr(error))
+            self._fail(error)
         finally:
             self._first.set()
             if checks is not None:

@@ -2,7 +2,8 @@
 
 The log may be closed to us, or show other pids than ours (in a container); the counter of our own control group counts
 whoever is in it. So the log's word is taken, and a rise of the group's counter is, once for each process that was
-killed; the host's counter (``/proc/vmstat``) only where neither of these can be read.
+killed; the host's counter (``/proc/vmstat``) only where neither of these can be read. The group's counter rises also
+for one that is killed because the host had no memory left: only if its limit was hit too is that limit the reason.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lmres.scout.kernel_log import judge_lines
 
 HOST = "killed by the kernel: the host was out of memory"
 GROUP = "killed by the kernel: its control group was out of memory (the container's limit)"
+KERNEL = "killed by the kernel for want of memory"
 
 
 class OomWatch:
@@ -40,6 +42,7 @@ class OomWatch:
         except CannotRead:
             self._log = None
         self._group, self._host = self._counts()
+        self._hits = self._limit_hits()
 
     def renew(self) -> None:
         """What comes from now on counts."""
@@ -47,6 +50,7 @@ class OomWatch:
             self._read_log()
             self._killed.clear()
             self._group, self._host = self._counts()
+            self._hits = self._limit_hits()
 
     def cause(self, pid: int) -> str:
         """How it is known that the kernel ended this process for want of memory; empty if it is not."""
@@ -57,7 +61,9 @@ class OomWatch:
             if pid in self._killed or in_group:
                 self._killed.discard(pid)
                 self._group, self._host = _taken(self._group, group), _taken(self._host, host)
-                return GROUP if in_group else HOST
+                if in_group:
+                    return GROUP if _rose(self._hits, self._limit_hits()) else KERNEL
+                return HOST
             if self._log is None and group is None and _rose(self._host, host):
                 self._host = _taken(self._host, host)
                 return HOST
@@ -72,6 +78,9 @@ class OomWatch:
     def _counts(self) -> tuple[int | None, int | None]:
         group = cgroups.oom_kills(self._membership, self._root)
         return group, cgroups.fields(self._vmstat).get("oom_kill")
+
+    def _limit_hits(self) -> int | None:
+        return cgroups.limit_hits(self._membership, self._root)
 
     def _read_log(self) -> None:
         if self._log is None:

@@ -1,8 +1,8 @@
 """Runs the site's own health command: a shell line whose exit code says whether the host is fit.
 
 It gets a session of its own, no input, and one pipe for both outputs, of which the first line counts. It is ended with
-all its descendants when it takes too long, or when the agent ends. Whatever goes wrong with it says nothing about the
-host.
+all its descendants when it takes too long, or when the agent ends; what has left its tree by then is known by a mark
+in its environment. Whatever goes wrong with it says nothing about the host.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 
 import psutil
@@ -23,12 +24,14 @@ from lmres.scout.health import CommandEnd
 KEPT_BYTES = 4096
 LEFT_OVER_S = 0.2
 """Output that is still in the pipe when the command ends is read for so long: a child of its may keep the pipe open."""
+CLOSE_S = 3.0
+MARK = "LMRES_HEALTH_COMMAND"
 _POLL_S = 0.05
 _NOT_FOUND = (126, 127)
 
 
 class SiteCommand:
-    """``run`` is for one thread, ``stop`` for any. ``on_spawn`` and ``on_gone`` get the process id."""
+    """``run`` is for one thread, ``close`` for any. ``on_spawn`` and ``on_gone`` get the process id."""
 
     def __init__(
         self,
@@ -42,32 +45,48 @@ class SiteCommand:
         self._command = command
         self._timeout_s = timeout_s
         self._env = env
+        self._mark = uuid.uuid4().hex
         self._on_spawn = on_spawn
         self._on_gone = on_gone
         self._stopped = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._lock = threading.Lock()
+        self._has_run = False
 
     def run(self) -> CommandEnd:
         """Blocks for ``timeout_s`` and a little at most."""
+        with self._lock:
+            if self._stopped.is_set():
+                return CommandEnd(problem="the agent ends")
+            try:
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", self._command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(self._env or {}), MARK: self._mark},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return CommandEnd(problem=f"the health command can not be started: {error.strerror or error}")
+            self._has_run = True
+            self._idle.clear()
         try:
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", self._command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(self._env or {})},
-                start_new_session=True,
-            )
-        except OSError as error:
-            return CommandEnd(problem=f"the health command can not be started: {error.strerror or error}")
-        self._on_spawn(process.pid)
-        try:
+            self._on_spawn(process.pid)
             return self._watch(process)
         finally:
             _end(process)
+            self._idle.set()
             self._on_gone(process.pid)
 
-    def stop(self) -> None:
-        self._stopped.set()
+    def close(self, bound_s: float = CLOSE_S) -> None:
+        """Nothing of it is left afterwards, and it is not started again. ``bound_s``: for ``run`` to end."""
+        with self._lock:
+            self._stopped.set()
+        self._idle.wait(bound_s)
+        if self._has_run:
+            _end_marked(self._mark)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> CommandEnd:
         assert process.stdout is not None
@@ -111,6 +130,13 @@ def _read(output: int, head: bytes, wait_s: float) -> tuple[bytes, bool]:
     except BlockingIOError:
         return head, True
     return (head + data)[:KEPT_BYTES], bool(data)
+
+
+def _end_marked(mark: str) -> None:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                process.kill()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -401,6 +401,16 @@ def test_a_part_that_was_doubted_is_cleared_when_it_has_passed_twice() -> None:
     assert group.findings() == []
 
 
+def test_what_passes_before_the_step_in_doubt_clears_nobody() -> None:
+    group = Group(2, base=Key(7, 0), doubted="part 1", doubted_at=15)
+    rotation(group, 8)
+    rotation(group, 11)
+    rotation(group, 14)
+    assert group.findings() == []
+    rotation(group, 17)
+    assert [f.key for f in group.findings()] == [key(18)]
+
+
 def test_who_does_not_tell_is_not_waited_for_without_end() -> None:
     group = Group(3)
     group.step(1)
