@@ -12,6 +12,8 @@ time that is neither waiting for others nor writing files, divided into computin
 4. The cause is what it spends its excess on, computing or input, over those windows.
 5. If all ranks of a node are slow in the same way, and it has several, it is the node. Of a node with one rank the two
    can not be told apart, and the rank is named.
+6. Of two ranks it is only known that they differ, and a slot that is slow with another node too is not slow because of
+   its node: that is told, and nobody is replaced (``lmres.rendezvous.edge.scouting``).
 
 A slow connection is not judged: in a ring or a tree all ranks wait equally for the slowest link, so that none stands
 out, and a longer wait of all may as well be the program (another phase of training). ``Pace`` counts from the start of

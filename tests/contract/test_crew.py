@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lmres.rendezvous.edge.crew import Crew
+from lmres.rendezvous.edge.crew import MAX_ALIKE, Crew
 from lmres.rendezvous.edge.workers.guardian import Guardian
+from lmres.rendezvous.plan import Cause
 from lmres.rendezvous.state import Member
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(120)"]
@@ -124,3 +126,36 @@ def test_junk_on_the_report_channel_harms_nobody(harness: Harness) -> None:
     worker = harness.launch([sys.executable, "-S", "-c", program])
     eventually(lambda: worker.exit_status() == 0 and len(harness.notes) == 2)
     assert harness.crew.faults[0].cause.exception is not None
+
+
+def test_many_reports_of_one_kind_leave_room_for_others(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    crew = harness.crew
+    crew.begin(1, 1, {})
+    cause = Cause(failure_class="unknown", node_id="n", incarnation="i", host="h", detail="noise", rank=0, pid=1)
+    for _ in range(MAX_ALIKE + 5):
+        crew.add_evidence(cause, "secondary", 0)
+    assert len(crew.faults) == MAX_ALIKE
+    assert [r.getMessage() for r in caplog.records if "not told any more" in r.getMessage()] == [
+        f"found {MAX_ALIKE} times in this generation, and not told any more: {cause.headline()}"
+    ]
+    crew.add_evidence(replace(cause, failure_class="process_crash"), "primary", 0)
+    crew.add_evidence(replace(cause, rank=1, pid=2), "secondary", 0)
+    assert len(crew.faults) == MAX_ALIKE + 2
+    crew.begin(2, 1, {})
+    crew.add_evidence(cause, "secondary", 0)
+    assert len(crew.faults) == MAX_ALIKE + 3
+
+
+def test_a_watch_that_fails_in_the_worker_is_remembered_until_the_next_generation(harness: Harness) -> None:
+    program = (
+        "import os; fd = int(os.environ['LMRES_WORKER_FDS'].split(',')[0])\n"
+        'os.write(fd, b\'{"kind": "watch", "armed": false, "reason": "no such thing"}\\n\')\n'
+    )
+    harness.crew.begin(1, 1, {})
+    worker = harness.launch([sys.executable, "-S", "-c", program])
+    eventually(lambda: harness.crew.watch_off)
+    assert harness.crew.watch_off == {worker.pid: "no such thing"}
+    assert harness.crew.watch_told == {worker.pid}
+    eventually(lambda: worker.exit_status() is not None)
+    harness.crew.begin(2, 1, {})
+    assert harness.crew.watch_off == {}

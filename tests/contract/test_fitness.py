@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lmres.policy import Health
 from lmres.rendezvous.edge.fitness import Fitness
 from lmres.rendezvous.edge.workers.guardian import Guardian
 from lmres.scout.edge import health as watching
+from lmres.scout.health import Memory
 from tests.contract.test_crew import ME, eventually
 
 
@@ -30,6 +32,7 @@ class Patient:
     def __init__(self, folder: Path) -> None:
         self.events = Events()
         self.pokes = 0
+        self.has_workers = False
         self.sick = folder / "sick"
         self.fitness = Fitness(
             Health(interval_s=0.1, command=f"test ! -e {self.sick} || {{ cat {self.sick}; exit 1; }}"),
@@ -39,6 +42,7 @@ class Patient:
             guardian=Guardian(token="t" * 16, timeout_s=30, on_problem=lambda text: None),
             events=self.events,  # type: ignore[arg-type]
             generation=lambda: 4,
+            has_workers=lambda: self.has_workers,
             poke=self.poke,
         )
 
@@ -96,3 +100,25 @@ def test_a_failure_of_the_watch_is_told_once_and_armed_again_with_the_next_gener
     eventually(lambda: len(events.named("protection_armed")) == 2)
     patient.sick.write_text("ECC\n")
     eventually(lambda: not fitness.record.fit)
+
+
+def test_little_memory_while_workers_run_is_a_warning(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    low = Memory(total=100 << 30, available=1 << 20)
+    monkeypatch.setattr(watching.readers, "read_memory", lambda: low)
+    patient.has_workers = True
+    patient.fitness.start()
+    eventually(lambda: patient.events.named("health_warning"))
+    assert patient.fitness.record.fit and patient.events.named("health_warning")[0]["check"] == "memory"
+    patient.has_workers = False
+    eventually(lambda: not patient.fitness.record.fit)
+    assert patient.fitness.record.reason.startswith("memory: ")
+
+
+def test_a_number_that_moves_is_no_news(patient: Patient) -> None:
+    patient.sick.write_text("$(date)\n")
+    patient.fitness.start()
+    first = patient.fitness.record
+    for number in range(4):
+        patient.sick.write_text(f"{number} errors\n")
+        time.sleep(0.15)
+    assert patient.fitness.record == first and patient.pokes == 1

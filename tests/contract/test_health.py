@@ -388,3 +388,45 @@ def test_closing_ends_the_command(tmp_path: Path, seen: Seen, monkeypatch: pytes
     until(lambda: not psutil.pid_exists(pid))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
+
+
+def test_closing_leaves_nothing_of_the_command_even_in_the_first_round(tmp_path: Path, seen: Seen) -> None:
+    pids = tmp_path / "pids"
+    command = f"setsid sh -c 'echo $$ >> {pids}; exec sleep 60' & sleep 0.3; echo $$ >> {pids}; sleep 60"
+    watch = seen.watch(Health(interval_s=60, checks=("disk",), command=command), tmp_path)
+    watch.start(0.0)
+    found = until(lambda: pids.exists() and len(pids.read_text().split()) == 2 and pids.read_text().split())
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 5.0
+    gone = [not psutil.pid_exists(int(p)) or psutil.Process(int(p)).status() == psutil.STATUS_ZOMBIE for p in found]
+    assert gone == [True, True]
+    assert seen.armed == [] and seen.off == []
+
+
+def test_what_the_command_left_in_the_background_ends_with_the_watch(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    command = SiteCommand(f"setsid sh -c 'echo $$ > {note}; exec sleep 60' & sleep 0.5", timeout_s=BOUND_S)
+    assert command.run().code == 0
+    pid = int(until(lambda: note.exists() and note.read_text()))
+    assert psutil.pid_exists(pid)
+    command.close()
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert command.run().problem == "the agent ends"
+
+
+def test_a_watch_that_can_not_have_a_thread_is_off_and_tried_again(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watch = seen.watch(Health(interval_s=60, checks=("memory",)), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        watch.start()
+        assert watch.rearm()
+    assert seen.off == ['RuntimeError("can\'t start new thread")'] * 2 and watch.verdict.fit
+    assert watch.rearm()
+    until(lambda: seen.armed)
+    watch.close()

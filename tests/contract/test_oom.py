@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lmres.scout.edge.oom import GROUP, HOST, OomWatch
+from lmres.scout.edge.oom import GROUP, HOST, KERNEL, OomWatch
 from tests.contract.test_crew import Harness, eventually
 
 EATER = "import os\nopen({procs!r}, 'w').write(str(os.getpid()))\nx = bytearray(400 << 20)\nimport time; time.sleep(60)"
@@ -34,9 +34,11 @@ class Places:
             self.log.write_text("")
         self.watch = OomWatch(log=self.log, vmstat=folder / "vmstat", membership=folder / "cgroup", root=folder / "fs")
 
-    def happens(self, group: int, host: int, line: str = "") -> None:
+    def happens(self, group: int, host: int, line: str = "", *, hits: int | None = None) -> None:
         if self.has_group:
-            (self.folder / "fs/g/memory.events").write_text(f"low 0\noom_kill {group}\n")
+            (self.folder / "fs/g/memory.events").write_text(
+                f"low 0\noom {group if hits is None else hits}\noom_kill {group}\n"
+            )
         (self.folder / "vmstat").write_text(f"pgfault 7\noom_kill {host}\n")
         if line:
             with self.log.open("a") as file:
@@ -60,6 +62,23 @@ def test_the_counter_of_the_group_counts_each_once(tmp_path: Path) -> None:
     places = Places(tmp_path)
     places.happens(2, 2)
     assert [places.watch.cause(pid) for pid in (7, 8, 9)] == [GROUP, GROUP, ""]
+
+
+def test_one_of_the_group_that_is_killed_for_want_of_the_hosts_memory(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    places.happens(1, 1, hits=0)
+    assert places.watch.cause(7) == KERNEL
+    places.happens(2, 2, hits=1)
+    assert places.watch.cause(8) == GROUP
+
+
+def test_the_limit_of_a_group_above(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    (tmp_path / "fs/memory.events.local").write_text("oom 0\noom_kill 0\n")
+    places.watch.renew()
+    places.happens(1, 1, hits=0)
+    (tmp_path / "fs/memory.events.local").write_text("oom 1\noom_kill 0\n")
+    assert places.watch.cause(7) == GROUP
 
 
 def test_the_hosts_counter_is_for_where_nothing_else_is_told(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +24,12 @@ sys.path[:0] = [{root!r}]
 from lmres.adapters.bootstrap import session as sessions
 from lmres.adapters.bootstrap.page import COUNTERS, COUNTERS_AT
 from lmres.adapters.bootstrap.protect import Reporter
+from lmres.adapters.resume import standing as standings
 from lmres.adapters.resume.standing import CanNotSave, Standing
 sessions.attach(os.environ["LMRES_WORKER_FDS"])
 session = sessions.current()
 reporter = Reporter(session)
+standings.STAND_S = {stand_s}
 standing = Standing(reporter)
 def save():
     if step < {not_before}:
@@ -36,6 +40,8 @@ for step in range(1, {steps} + 1):
     COUNTERS.pack_into(session.page, COUNTERS_AT, step, time.monotonic_ns())
     if {unprotected} == step:
         reporter.off("planted")
+    if {uncovered} == step:
+        reporter.replays(0, 3, "planted")
     if standing.is_asked(step):
         standing.stand(step, save)
 time.sleep({linger_s})
@@ -58,7 +64,8 @@ def harness() -> Iterator[Harness]:
 
 
 def start(harness: Harness, rank: int, **how: Any) -> Any:
-    values = {"step_s": 0.01, "steps": 100_000, "linger_s": 0, "not_before": 0, "unprotected": -1, **how}
+    values = {"step_s": 0.01, "steps": 100_000, "linger_s": 0, "not_before": 0, "stand_s": 10}
+    values |= {"unprotected": -1, "uncovered": -1, **how}
     return harness.launch([sys.executable, "-c", PROGRAM.format(root=ROOT, **values)], rank)
 
 
@@ -124,6 +131,16 @@ def test_a_worker_that_is_not_protected_says_that_it_can_not(harness: Harness) -
     assert "not protected" in paused(harness, lambda p: p.problem).problem
 
 
+def test_one_whose_computing_is_not_compared_can(harness: Harness) -> None:
+    started(harness, 0.01, 0.01, uncovered=2)
+    eventually(
+        lambda: [note.get("parts") for note in harness.notes if note["kind"] == "protection"] == [["replay"]] * 2
+    )
+    harness.crew.pause(1)
+    harness.crew.pause(paused(harness).reach + 5)
+    assert paused(harness, lambda p: p.step is not None).problem == ""
+
+
 def test_one_that_has_ended_can_not_either(harness: Harness) -> None:
     harness.crew.begin(1, 2, {})
     start(harness, 0)
@@ -159,3 +176,39 @@ def started_again(harness: Harness) -> list[Any]:
     workers = [start(harness, 0)]
     eventually(lambda: all(w.progress.read()[0] > 3 for w in workers))
     return workers
+
+
+def test_one_that_goes_on_before_it_is_let_go_stands_no_more(harness: Harness) -> None:
+    crew, (worker,) = harness.crew, started(harness, 0.005, stand_s=1.0)
+    crew.pause(1)
+    goal = paused(harness).reach + 5
+    crew.pause(goal)
+    assert paused(harness, lambda p: p.step is not None).step == goal
+    assert paused(harness, lambda p: p.step is None).step is None
+    eventually(lambda: worker.progress.read()[0] > goal)
+
+
+def test_a_word_that_comes_when_the_workers_were_let_go_is_forgotten(harness: Harness) -> None:
+    crew, (worker,) = harness.crew, started(harness, 0.01)
+    crew.pause(1)
+    crew._lock.acquire()
+    try:
+        message = {"kind": "paused", "step": 9}
+        word = threading.Thread(target=lambda: crew._stands(worker, message))
+        word.start()
+        time.sleep(0.1)
+        crew.paused = None  # as ``pause`` does, which has the lock
+    finally:
+        crew._lock.release()
+    word.join()
+    assert crew.paused is None and harness.errors == []
+    crew.pause(None)
+
+
+def test_a_page_that_is_gone_can_not_be_written() -> None:
+    page_ = progress.ProgressPage()
+    os.close(page_.fd)
+    page_.pause(3)
+    page_._fd = -1
+    page_.pause(3)
+    page_.close()

@@ -203,6 +203,19 @@ def unhealthy_node_and_no_state_is_left() -> Story:
     return story
 
 
+def unhealthy_node_and_no_state_is_kept() -> Story:
+    story = watched(standbys="c")
+    story.health("b", "gpu: lost").waits(step=40)
+    story.exits("a", -9, step=41).commits(step=41)
+    return story
+
+
+def unhealthy_node_that_has_no_restarts_left() -> Story:
+    story = watched(nodes="abc", standbys="de", node_strikes=1)
+    story.forms(restarts_left={"b": 0}).health("b", "gpu: lost").exits("b", -9, step=9).commits()
+    return story
+
+
 STORIES: tuple[Callable[[], Story], ...] = tuple(
     value
     for name, value in list(globals().items())

@@ -58,7 +58,8 @@ def test_counters_of_both_versions(tmp_path: Path) -> None:
             "fs/a/cpu.stat": "usage_usec 9\nnr_throttled 3\nthrottled_usec 700\n",
             "fs/a/b/cpu.stat": "usage_usec 9\nthrottled_usec 200\n",
             "fs/a/memory.events": "low 0\nmax 9\noom 3\noom_kill 2\n",
-            "fs/a/b/memory.events": "oom_kill 1\n",
+            "fs/a/b/memory.events": "oom 4\noom_kill 1\n",
+            "fs/a/memory.events.local": "oom 2\noom_kill 0\n",
         },
     )
     write(
@@ -66,11 +67,14 @@ def test_counters_of_both_versions(tmp_path: Path) -> None:
         {
             "cgroup": "3:cpu,cpuacct:/x\n4:memory:/x\n",
             "fs/cpu,cpuacct/x/cpu.stat": "nr_periods 9\nthrottled_time 5000000\n",
+            "fs/memory/x/memory.failcnt": "7\n",
             "fs/memory/x/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
         },
     )
     assert cgroups.quota_wait_us(new / "cgroup", new / "fs") == 700
     assert cgroups.oom_kills(new / "cgroup", new / "fs") == 1
+    assert cgroups.limit_hits(new / "cgroup", new / "fs") == 6
+    assert cgroups.limit_hits(old / "cgroup", old / "fs") == 7
     assert cgroups.quota_wait_us(old / "cgroup", old / "fs") == 5000
     assert cgroups.oom_kills(old / "cgroup", old / "fs") == 5
 
@@ -80,6 +84,7 @@ def test_nothing_there_is_nothing_told(tmp_path: Path) -> None:
     assert list(cgroups.memory_groups(missing, tmp_path)) == []
     assert cgroups.quota_wait_us(missing, tmp_path) is None
     assert cgroups.oom_kills(missing, tmp_path) is None
+    assert cgroups.limit_hits(missing, tmp_path) is None
     write(tmp_path, {"cgroup": "garbage\n::\n0::/../..\n", "bad": "max\n"})
     assert cgroups.oom_kills(tmp_path / "cgroup", tmp_path / "fs") is None
     assert cgroups.number(tmp_path / "bad") is None

@@ -18,6 +18,12 @@ LARGEST_SHARE = 0.25
 _CONTAINERS = frozenset({"Sequential", "ModuleList", "ModuleDict", "Identity", "ParameterList", "ParameterDict"})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, str, type(None))
+# The only modules of torch that are computed; another kind is a wrapper, which does something with what is below it.
+_TORCHS = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.nn.")
+_SHARDERS = frozenset({"FullyShardedDataParallel", "FSDPModule"})
+_WRAPPERS = _SHARDERS | {"DistributedDataParallel", "SyncBatchNorm"}
+_LIBRARIES = frozenset({"deepspeed", "fairscale", "megatron", "apex", "horovod", "colossalai"})
+_SHARDED = ("_handle", "_flat_param", "_fsdp_wrapped_module", "_is_fsdp_managed_module")
 
 
 @dataclass(slots=True, eq=False)
@@ -90,38 +96,68 @@ def embedding_size(torch: Any, module: Any) -> int | None:
 def _parts(torch: Any, index: int, root: Any) -> Iterator[Part]:
     inner = root.module if _is_parallel(root) else root
     most = LARGEST_SHARE * sum(p.numel() for p in inner.parameters())
-    shut: list[Any] = []
+    shut: set[int] = set()
     for name, module in inner.named_modules():
-        if any(module is m for m in shut):
+        if id(module) in shut:
             continue
-        if _is_compiled(module):
-            shut += list(module.modules())
-            yield Part(f"{index}.{name}", module, "it is compiled")
+        shown = f"{index}.{name}" if index else name or type(module).__name__
+        why = "it is compiled" if _is_compiled(module) else _wrapped(torch, module)
+        if why:
+            shut |= {id(m) for m in module.modules()}
+            yield Part(shown, module, why)
             continue
         children = any(True for _ in module.children())
         if type(module).__name__ in _CONTAINERS or (module is inner and children):
             continue
         if children and sum(p.numel() for p in module.parameters()) > most:
             continue
-        shown = f"{index}.{name}" if index else name or type(module).__name__
         yield Part(shown, module, problem_of(torch, module))
 
 
 def _is_parallel(root: Any) -> bool:
-    return any(kind.__name__ == "DistributedDataParallel" for kind in type(root).__mro__)
+    """torch's own: its modules can be computed without it, and gradients that are asked for do not reach its hooks."""
+    kinds = [kind for kind in type(root).__mro__ if kind.__name__ == "DistributedDataParallel"]
+    return any(kind.__module__.startswith("torch.nn.parallel") for kind in kinds)
 
 
 def _is_compiled(module: Any) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def _wrapped(torch: Any, module: Any) -> str:
+    """Why nothing of it and below it can be computed by itself: it is not a plain module."""
+    own = vars(module)
+    if any(name in own or name in module._parameters or name in module._modules for name in _SHARDED):
+        return "it is sharded"
+    for kind in type(module).__mro__:
+        where = f"{kind.__module__}."
+        if kind.__name__ in _WRAPPERS:
+            return "it is sharded" if kind.__name__ in _SHARDERS else f"{kind.__name__} talks to other ranks"
+        if where.partition(".")[0] in _LIBRARIES or (where.startswith("torch.") and not where.startswith(_TORCHS)):
+            return f"{kind.__name__} is not a plain module"
+    groups = _groups(torch)
+    if groups and any(isinstance(value, groups) for value in own.values()):
+        return "it holds a process group"
+    for parameter in module._parameters.values():
+        if parameter is not None and getattr(parameter, "_fsdp_flattened", False):
+            return "it is sharded"
+    return ""
+
+
+def _groups(torch: Any) -> tuple[type, ...]:
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return torch.distributed.ProcessGroup, DeviceMesh
+
+
 def problem_of(torch: Any, module: Any) -> str:
     """Why this module should not be computed an extra time; empty if nothing speaks against it."""
     for each in module.modules():
-        if type(each).__name__ == "SyncBatchNorm" or _is_parallel(each):
-            return f"{type(each).__name__} talks to other ranks"
-        if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__):
-            return "it is sharded"
+        why = _wrapped(torch, each)
+        if why:
+            return why
         for parameter in each._parameters.values():
             if parameter is None:
                 continue
@@ -131,18 +167,17 @@ def problem_of(torch: Any, module: Any) -> str:
                 why = why_not(hook)
                 if why:
                     return why
-        why = _problem_of_calls(each)
+        why = _problem_of_calls(torch, each)
         if why:
             return why
     return ""
 
 
-def _problem_of_calls(module: Any) -> str:
-    found = [module.forward]
+def _problem_of_calls(torch: Any, module: Any) -> str:
+    why = why_not(module.forward, module)
+    if not why and type(module).__call__ is not torch.nn.Module.__call__:
+        why = why_not(type(module).__call__.__get__(module), module)
     for name in _HOOKS:
-        found += list(getattr(module, name, {}).values())
-    for function in found:
-        why = why_not(function, module)
-        if why:
-            return why
-    return ""
+        for hook in getattr(module, name, {}).values():
+            why = why or why_not(hook, module, hook=True)
+    return why

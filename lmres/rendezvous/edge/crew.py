@@ -365,7 +365,7 @@ class Crew:
         if kind in ("paused", "goes_on"):
             self._stands(worker, message)
         if kind == "protection":
-            if message.get("armed") is not True:
+            if message.get("armed") is not True and _is_of_checkpoint(message):
                 self._unprotected.add(worker.pid)
             self._judge_pause()
         if kind == "exception":
@@ -480,6 +480,12 @@ def _kind(e: Evidence) -> tuple[Any, ...]:
     """What counts as alike: one worker's reports must not leave another's, or another failure, unheard."""
     cause = e.cause
     return e.generation, e.reaction, cause.failure_class, cause.node_id, cause.rank, cause.pid
+
+
+def _is_of_checkpoint(message: dict[str, Any]) -> bool:
+    """Whether what a worker says of its protection is about its state, not only about what finds faults in it."""
+    parts = message.get("parts")
+    return not isinstance(parts, list) or "checkpoint" in parts
 
 
 def now_ms() -> int:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lmres.adapters.replay.parts import Parts
 from lmres.adapters.replay.player import Player
@@ -201,6 +211,222 @@ class Fails(nn.Module):
         raise RuntimeError("not with made-up inputs")
 
 
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape, generator=self.g)
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.it = iter(range(1_000_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + next(self.it)
+
+
+class Loops(Takes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.it:
+            return x + number
+        return x
+
+
+class Inherits(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Aliases(nn.Module):
+    def __init__(self, stats: Any) -> None:
+        super().__init__()
+        self.stats = stats
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        d = self.stats
+        d[0] = x.detach().sum()
+        return x
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def record(self) -> None:
+        self.count += 1
+
+
+class Records(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.record()
+        return x
+
+
+class Property(Draws):
+    @property
+    def noise(self) -> torch.Tensor:
+        return torch.randn(1, generator=self.g)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.noise
+
+
+class ElementOf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            block.calls = i
+        return x
+
+
+class HandsOver(Draws):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + drawn(self)
+
+
+def drawn(module: Any) -> Any:
+    return torch.randn(1, generator=module.g)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, 1, out=self.kept)
+
+
+class Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Reduces(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sums.apply(x)
+
+
+class Elsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = (nn.BatchNorm1d(4),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.others[0](x)
+
+
+class Without(Draws):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(1, generator=self.g)
+
+
+STATEFUL = [
+    Draws(),
+    Takes(),
+    Loops(),
+    Inherits(),
+    Aliases({}),
+    Aliases([0]),
+    Aliases(collections.deque([0])),
+    Aliases(np.zeros(1)),
+    Aliases(torch.zeros(1)),
+    Records(),
+    Property(),
+    ElementOf(),
+    HandsOver(),
+    Writes(),
+    Reduces(),
+    Elsewhere(),
+    Without(),
+]
+
+
+@dataclass
+class Config:
+    width: int = 4
+    drop: float = 0.1
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.factor + 0 * x, None
+
+
+class Plain(nn.Module):
+    """Much of what models do, and nothing that outlives a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.shape = (2, 2)
+        self.factor = 0.5
+        self.act = F.gelu
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), Block(4)])
+        self.named = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.ReLU(inplace=True)})
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(4))])
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.head: nn.Module | None = None
+
+    @property
+    def half(self) -> float:
+        return self.factor / 2
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x.view(-1, *self.shape).transpose(1, 2)
+        return y.reshape(x.shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.config.drop > 0:
+            x = F.dropout(x, p=self.config.drop, training=self.training)
+        factor = self.factor
+        factor *= 2
+        outs = []
+        for i, block in enumerate(self.blocks):
+            x = block(x) * (i + 1) + self.half
+            outs.append(x)
+        for one, other in zip(self.blocks, self.named.values(), strict=True):
+            x = x + other(one(x))
+        weight = self.scale
+        y = F.linear(x, self.mask[: weight.shape[0]] * weight, None)
+        y += self.weights[0]
+        y.mul_(factor)
+        scores = [self.act(out) for out in outs]
+        scores[0] = scores[0] + math.sqrt(self.config.width)
+        x, y = y, self._split(x)
+        if self.head is not None:
+            x = self.head(x)
+        x = x.masked_fill(self.mask.sum() == 0, float("-inf"))
+        return Double.apply(torch.stack([*scores, x, y]).sum(0), 2.0) + np.pi
+
+
 def noted(x: torch.Tensor) -> None:
     global TRACE
     TRACE = [x]
@@ -217,12 +443,103 @@ def fine(x: torch.Tensor) -> torch.Tensor:
     return y * table["sum"]
 
 
-@pytest.mark.parametrize("module", [Counts(), Keeps(), Traces(), Deep()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("module", [Counts(), Keeps(), Traces(), Deep(), *STATEFUL], ids=lambda m: type(m).__name__)
 def test_what_would_leave_something_behind_is_not_called(module: nn.Module) -> None:
     assert why_not(module.forward)
-    model = nn.Sequential(nn.Linear(4, 4), module)
-    parts = Parts.of(torch, [model])
-    assert [bool(part.problem) for part in parts.all] == [False, True]
+    parts = Parts.of(torch, [nn.Sequential(nn.Linear(4, 64), module)])
+    problems = {part.name: part.problem for part in parts.all}
+    assert problems.pop("0") == "" and problems["1"]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda module, args, output: output + torch.randn(1, generator=module.g),
+        functools.partial(lambda g, module, args, output: output + torch.randn(1, generator=g), torch.Generator()),
+        lambda module, args, output, calls=TRACE: calls.append(1),
+    ],
+)
+def test_hooks_are_looked_at_too(hook: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].g = torch.Generator()
+    model[1].register_forward_hook(hook)
+    assert [bool(part.problem) for part in Parts.of(torch, [model]).all] == [False, True]
+
+
+def test_what_reads_only_plain_values_and_modules_is_covered() -> None:
+    assert why_not(Plain().forward) == ""
+    big = nn.Sequential(Plain(), nn.Linear(64, 64))
+    assert {part.name: part.problem for part in Parts.of(torch, [big]).all}["0"] == ""
+    assert torch.isfinite(big[0](torch.randn(3, 4))).all()
+
+
+LAYERS = [
+    nn.Linear(4, 4),
+    nn.Conv2d(1, 1, 1),
+    nn.BatchNorm1d(4),
+    nn.LayerNorm(4),
+    nn.GroupNorm(2, 4),
+    nn.RMSNorm(4),
+    nn.MultiheadAttention(4, 2),
+    nn.Transformer(4, 2, 1, 1, 8),
+    nn.LSTM(4, 4),
+    nn.GRUCell(4, 4),
+    nn.Embedding(4, 4),
+    nn.Bilinear(2, 2, 2),
+    nn.PReLU(),
+    nn.Softmax(-1),
+    nn.MaxPool2d(2),
+    nn.AdaptiveAvgPool2d(1),
+    nn.Upsample(scale_factor=2),
+    nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda m: type(m).__name__)
+def test_torchs_own_modules_are_covered(layer: nn.Module) -> None:
+    assert [
+        part.problem for part in Parts.of(torch, [nn.Sequential(layer, nn.Linear(99, 99))]).all if part.problem
+    ] == []
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("where", ["root", "below", "inside", "each"])
+def test_what_fsdp_has_flattened_is_not_computed(where: str, original: bool) -> None:
+    fsdp = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=original)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), fsdp(nn.Linear(4, 4)) if where == "each" else nn.Dropout(0.5))
+        model: nn.Module = fsdp(inner)
+    roots = {"below": nn.Sequential(nn.Linear(8, 4), model), "inside": inner}
+    problems = {part.name: part.problem for part in Parts.of(torch, [roots.get(where, model)]).all}
+    assert (problems.pop("0") == "") if where == "below" else True
+    assert problems and set(problems.values()) == {"it is sharded"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_the_root_may_be_wrapped_and_only_by_torchs_ddp() -> None:
+    def problems(root: nn.Module) -> set[bool]:
+        return {bool(part.problem) for part in Parts.of(torch, [root]).all}
+
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert problems(ddp) == {False}
+    assert problems(nn.Sequential(ddp)) == {True}
+    assert problems(nn.DataParallel(nn.Linear(4, 4))) == {True}
+    other = type("FullyShardedDataParallel", (nn.Sequential,), {})
+    assert problems(type("Mine", (other,), {})(nn.Linear(4, 4))) == {True}
+    assert problems(type("DistributedDataParallel", (nn.Sequential,), {})(nn.Linear(4, 4))) == {True}
+    holding = nn.Sequential(nn.Linear(4, 4))
+    holding.group = torch.distributed.group.WORLD
+    assert problems(holding) == {True}
 
 
 def test_what_changes_only_its_own_is_fine() -> None:
@@ -248,12 +565,8 @@ def test_a_part_that_fails_is_left_out_and_the_others_go_on() -> None:
 
 
 class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.turns = iter(range(1_000_000))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + next(self.turns)
+        return x + time.perf_counter_ns() % 1_000_003
 
 
 def test_what_does_not_come_out_the_same_twice_is_not_covered() -> None:

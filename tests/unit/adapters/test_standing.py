@@ -17,6 +17,7 @@ class Agent:
         self.now_s = 100.0
         self.began_s = self.now_s
         self.told: list[tuple[int, int, str]] = []
+        self.gone_on: list[int] = []
         self.marks: list[float] = []
         self.standing = Standing(self, lambda: self.now_s, self.sleep)
 
@@ -32,6 +33,9 @@ class Agent:
 
     def paused(self, step: int, *, not_before: int = 0, problem: str = "") -> None:
         self.told.append((step, not_before, problem))
+
+    def goes_on(self, step: int) -> None:
+        self.gone_on.append(step)
 
     def alive(self) -> None:
         self.marks.append(self.passed_s)
@@ -107,3 +111,12 @@ def test_a_step_that_has_passed_is_told_and_not_stood_for() -> None:
     assert agent.boundary(9)
     assert agent.told == [(9, 10, "")] and agent.passed_s < 0.1
     assert not agent.boundary(10)
+
+
+def test_one_that_goes_on_unasked_takes_back_that_it_stands() -> None:
+    agent = Agent((0, 7))
+    assert agent.boundary(7)
+    assert agent.told == [(7, 0, "")] and agent.gone_on == [7]
+    let_go = Agent((0, 7), (1, 0))
+    assert let_go.boundary(7)
+    assert let_go.gone_on == []

@@ -1,16 +1,20 @@
 """What workers are doing, asked for after an alarm or a doubtful failure: rounds of agents around one store."""
 
+from dataclasses import replace
+
 from lmres.rendezvous.edge.stores.engine import Engine
 from lmres.rendezvous.looking import LOOK_MS
 from lmres.rendezvous.plan import Cause
-from lmres.rendezvous.state import Evidence
+from lmres.rendezvous.state import Evidence, Health
 from lmres.scout.sighting import GroupSight, OpMark, Sighting, WorkerSight
 from tests.unit.rendezvous.kit import Node, let, running
 
 WATCH_MS = 1_500
 
 
-def sees(node: Node, rank: int, *, alarm: bool, entered: int = 10, phase: str = "collective") -> None:
+def sees(
+    node: Node, rank: int, *, alarm: bool, entered: int = 10, phase: str = "collective", quiet_ms: int = 9_000
+) -> None:
     before = node.inputs.get("sighting")
     mark = OpMark(number=entered, op="allreduce", shape="", step=5)
     waits = phase == "collective"
@@ -21,8 +25,8 @@ def sees(node: Node, rank: int, *, alarm: bool, entered: int = 10, phase: str = 
         pid=1,
         step=5,
         phase=phase,  # type: ignore[arg-type]
-        phase_ms=9_000,
-        quiet_ms=9_000,
+        phase_ms=quiet_ms,
+        quiet_ms=quiet_ms,
         groups=(group,),
         timeout_ms=WATCH_MS,
     )
@@ -110,3 +114,55 @@ def test_a_doubtful_failure_waits_for_those_who_have_not_been_heard_since_not_si
     assert generation(a) == 1 and "not yet heard from: c" in a.outcome.waiting_for
     let(a, b, c, ms=1_000)
     assert generation(a) == 2
+
+
+def test_an_unfit_node_is_told_once_for_each_reason() -> None:
+    a, b = running(Engine(), "a", "b")
+    events: list[str] = []
+    for reason in ("gpu: lost", "gpu: lost", "", "gpu: lost", "disk: full; gpu: lost"):
+        b.see(health=Health(node_id="", incarnation="", fit=not reason, reason=reason))
+        events += _events(b, a)
+    assert events == ["node_unhealthy"] * 2
+
+
+def test_the_cause_of_a_plan_is_told_once_though_it_names_a_node_and_no_rank() -> None:
+    a, b, c = running(Engine(), "a", "b", "c")
+    me = b.agent.me
+    cause = Cause(failure_class="hang", node_id="b", incarnation=me.incarnation, host=me.host, detail="found")
+    for failure_class in ("hang", "node_unhealthy"):
+        before = generation(a)
+        evidence = Evidence(
+            generation=before,
+            reporter="b",
+            incarnation=me.incarnation,
+            weight="primary",
+            cause=replace(cause, failure_class=failure_class),
+            boot_id=me.boot_id,
+            at_ms=b.now_ms,
+        )
+        b.see(faults=(*b.inputs.get("faults", ()), evidence))
+        told = _events(b, a, c)
+        assert generation(a) == before + 1 and told == [failure_class]
+
+
+def test_what_is_excused_is_never_told_as_a_hang() -> None:
+    """A plan for another reason came while one was still within its own time."""
+    a, b, c = running(Engine(), "a", "b", "c", watched=True)
+    sees(a, 0, alarm=True, quiet_ms=1_600)
+    sees(c, 2, alarm=False, entered=9, phase="checkpoint_io", quiet_ms=100)
+    sees(b, 1, alarm=False, quiet_ms=1_600)
+    told = _events(a, b, c)
+    assert generation(a) == 1 and told == []
+    finds(b, reaction="recover")
+    told = _events(b, a, c)
+    assert generation(a) == 2 and told == ["unknown"]
+
+
+def _events(*nodes: Node, ms: int = 2_000) -> list[str]:
+    """The classes of failures that the second of these tells meanwhile."""
+    told = []
+    for _ in range(0, ms, 250):
+        for node in nodes:
+            notes = node.round(after_ms=250).notes
+            told += [n.fields["failure_class"] for n in notes if n.event == "fault_detected" and node is nodes[1]]
+    return told

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lmres.rendezvous.agent import VAIN_MS
 from lmres.rendezvous.edge.stores.engine import Engine
 from lmres.rendezvous.pausing import NEXT_BOUNDARY, PAUSE_MS
 from lmres.rendezvous.state import Health, Hold, Paused
@@ -106,3 +107,23 @@ def test_what_was_told_of_an_older_generation_is_not_sent(engine: Engine) -> Non
     a.see(paused=Paused(generation=7, node_id="", incarnation="", reach=3))
     let(a, b, ms=500)
     assert a.agent.view.paused(7) == a.agent.view.paused(1) == {}
+
+
+def test_a_replacement_that_would_lose_all_is_given_up_and_left_for_a_while(engine: Engine) -> None:
+    a, b, c = group(engine)
+    for node in (a, b):
+        node.see(step=9)
+        stands(node, 9, problem="rank 0 is not protected")
+    b.see(health=Health(node_id="", incarnation="", fit=False, reason="gpu: lost"))
+    frozen = []
+    for _ in range(0, VAIN_MS - 10_000, 500):
+        let_tell((b, a, c), ms=500)
+        for node in (a, b, c):
+            if node.outcome is not None and node.outcome.freeze is None:
+                node.see(holdings=None)
+        frozen.append(a.outcome is not None and a.outcome.freeze is not None)
+    plan = a.agent.view.head()
+    assert plan is not None and plan.generation == 1
+    assert True in frozen, "the vaults were asked"
+    assert True not in frozen[len(frozen) // 2 :], "once, and not over and over"
+    assert a.outcome is not None and "training goes on" in a.outcome.waiting_for

@@ -72,3 +72,61 @@ def test_a_readmitted_node_that_is_still_unfit_is_not_chosen() -> None:
     assert isinstance(story.decides(), Wait)
     story.health("b")
     assert story.commits().active_map() == {"0": "b", "1": "c"}
+
+
+def unfit_with_states(*held: str, **finds: object) -> Story:
+    """The group can not stand still, so the vaults are asked at once."""
+    story = started(standbys="c", checkpointing=True).health("b", "gpu: lost")
+    story.stands("a", problem="rank 0 is not protected")
+    return story.holds("a", *held[:1]).holds("b", *held[1:]).holds("c")
+
+
+def test_it_is_not_replaced_where_all_steps_would_be_lost() -> None:
+    kept = unfit_with_states("0@7/1", "1@7/1")
+    assert kept.commits(step=8).recovery_step == 7
+    lost = unfit_with_states().waits(step=8)
+    assert lost.vain and "all 8 steps would be made again" in lost.reason and "training goes on" in lost.reason
+    assert unfit_with_states().commits(step=0).action == "replace"
+
+
+def test_nobody_is_asked_to_stand_still_or_to_tell_again_at_once_after_that() -> None:
+    again = unfit_with_states("0@7/1", "1@7/1").waits(step=8, vain=True)
+    assert not again.vain and not again.freeze and not again.pause and "training goes on" in again.reason
+
+
+def test_without_states_it_is_not_replaced_once_steps_have_been_made() -> None:
+    story = started(standbys="c").health("b", "gpu: lost")
+    waits = story.waits(step=3)
+    assert "all 3 steps would be made again" in waits.reason and not waits.freeze and not waits.pause
+    assert started(standbys="c").health("b", "gpu: lost").commits().action == "replace"
+
+
+def test_a_slow_node_is_not_replaced_at_that_price_either_but_one_that_is_drained_is() -> None:
+    slow = started(nodes="abc", standbys="d").finds("a", "straggler", "b", "slow in compute", reaction="replace")
+    assert "training goes on" in slow.waits(step=3).reason
+    assert started(standbys="c").operator("drain", "b").commits(step=3).failure_class == "drain"
+
+
+def test_a_failure_replaces_it_whatever_is_lost() -> None:
+    story = started(standbys="c").health("b", "gpu: lost").exits("a", -9, step=3)
+    assert story.commits(step=3).active_map() == {"0": "a", "1": "c"}
+
+
+def test_two_reasons_to_leave_one_slot_take_one_standby() -> None:
+    plan = started(standbys="cd", node_strikes=1).health("b", "gpu: lost").exits("b", -9, step=3).commits()
+    assert plan.active_map() == {"0": "a", "1": "c"} and plan.standby == ("d",)
+    assert [q.node_id for q in plan.quarantined] == ["b"]
+    assert plan.reason.count("slot 1 goes from b") == 1
+
+
+def test_one_that_is_dismissed_and_unfit_is_both() -> None:
+    story = started(standbys="cd").forms(restarts_left={"b": 0}).health("b", "gpu: lost").exits("b", -9, step=3)
+    plan = story.commits()
+    assert plan.active_map() == {"0": "a", "1": "c"} and plan.standby == ("d",)
+    assert list(plan.dismissed) == ["b"] and [q.node_id for q in plan.quarantined] == ["b"]
+    assert "no restarts left" in plan.reason and "unhealthy" not in plan.reason
+
+
+def test_one_that_is_dismissed_and_unfit_without_a_standby_ends_the_run() -> None:
+    story = started().forms(restarts_left={"b": 0}).health("b", "gpu: lost").exits("b", -9, step=3)
+    assert story.commits().action == "stop"

@@ -6,16 +6,19 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from lmres.policy import Detection, Straggler
+from lmres.rendezvous.codec import decode
 from lmres.rendezvous.edge import scouting as edge
 from lmres.rendezvous.edge.crew import Crew
 from lmres.rendezvous.edge.scouting import MAX_SIGHTING_BYTES, Scouting
 from lmres.rendezvous.edge.workers.process import WorkerPlace, WorkerProcess
 from lmres.rendezvous.edge.workers.progress import PageView
+from lmres.rendezvous.plan import ActiveNode, Plan
 from lmres.rendezvous.state import Member
 from lmres.scout.sighting import GroupSight, OpMark, Pace, Phase, Sighting, WorkerSight
 
@@ -63,6 +66,7 @@ class FakeCrew:
     excused_pids: frozenset[int] = frozenset()
     attached_pids: frozenset[int] = frozenset()
     watch_told: set[int] = field(default_factory=set)
+    watch_off: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, tuple[int, int]] = field(default_factory=dict)
     evidence: list[tuple[Any, str]] = field(default_factory=list)
 
@@ -104,7 +108,7 @@ def view(count: int, at_ms: int, *, phase: Phase = "user", started: bool = True,
 class Scene:
     """A node of two workers; its thread is not started, the test makes the turns."""
 
-    def __init__(self, *, slot: int = 0, setting: float | str = 3.0, action: str = "report") -> None:
+    def __init__(self, *, slot: int = 0, setting: float | str = 3.0, action: str = "report", ranks: int = 2) -> None:
         me = os.getpid()
         self.workers = [Worker(r, me + r, Page(view(1, T0))) for r in (0, 1)]
         self.crew = FakeCrew(Monitor(self.workers), attached_pids=frozenset(w.pid for w in self.workers))
@@ -120,7 +124,7 @@ class Scene:
             poke=self._poke,
             emit=lambda event, generation, **fields: self.events.append((event, fields)),
         )
-        self.watch = edge._Watch(self.scouting, 1, slot=slot, ranks=2)
+        self.watch = edge._Watch(self.scouting, 1, slot=slot, ranks=ranks)
         self.scouting._watch = self.watch
         self.now_ms = T0
 
@@ -251,8 +255,24 @@ def test_a_program_without_torch_is_said_once() -> None:
     assert [o["rank"] for o in scene.off()] == [0, 1]
 
 
+def test_a_watch_that_failed_in_the_worker_is_said_once() -> None:
+    scene = Scene()
+    scene.crew.watch_off = {scene.workers[1].pid: "ImportError: no module named so"}
+    scene.go(1_000, 0, 1)
+    (off,) = scene.off()
+    assert (off["adapter"], off["parts"], off["rank"]) == ("scout", ["hang", "straggler"], 1)
+    assert "ImportError: no module named so" in off["reason"]
+
+
+def in_phase(scene: Scene, phase: Phase, *ranks: int) -> None:
+    for w in scene.workers:
+        if w.rank in ranks and w.progress.view is not None:
+            w.progress.view = replace(w.progress.view, phase=phase)
+
+
 def test_auto_learns_from_pauses_that_ended() -> None:
     scene = Scene(setting="auto")
+    in_phase(scene, "loader", 1)
     scene.go(1_000, 0, 1)
     scene.go(20_000, 0)
     scene.go(1_000, 0, 1)
@@ -260,6 +280,85 @@ def test_auto_learns_from_pauses_that_ended() -> None:
     scene.go(150_000, 0)
     assert scene.scouting.sighting is None
     scene.go(60_000, 0)
+    assert scene.sighting.alarm and scene.sighting.auto
+
+
+@pytest.mark.parametrize("phase", ["collective", "checkpoint_io"])
+def test_nothing_is_learned_from_what_is_not_its_own_work(phase: Phase) -> None:
+    scene = Scene(setting="auto")
+    scene.go(1_000, 0, 1)
+    in_phase(scene, phase, 1)
+    scene.go(20_000, 0)
+    in_phase(scene, "user", 1)
+    scene.go(1_000, 0, 1)
+    assert scene.scouting.history.longest_ms < 1_000
+
+
+def test_nothing_is_learned_from_a_process_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ["T"]
+    monkeypatch.setattr(edge, "read_process", lambda pid: SimpleNamespace(state=state[0]))
+    scene = Scene(setting="auto")
+    state[0] = "S"
+    scene.go(1_000, 0, 1)
+    state[0] = "T"
+    scene.go(10_000, 0)
+    state[0] = "S"
+    scene.go(5_000, 0)
+    scene.go(1_000, 0, 1)
+    assert scene.scouting.history.longest_ms < 1_000
+    scene.go(5_000, 0)
+    scene.go(1_000, 0, 1)
+    assert scene.scouting.history.longest_ms >= 5_000, "the next pause is its own again"
+
+
+@pytest.mark.parametrize("how", ["stopping", "next", "closed"])
+def test_what_was_taken_for_a_hang_teaches_when_the_workers_are_stopped(how: str) -> None:
+    scene = Scene(setting="auto")
+    scene.go(1_000, 0, 1)
+    in_phase(scene, "collective", 0)
+    scene.go(601_000)
+    assert scene.sighting.alarm
+    match how:
+        case "stopping":
+            scene.crew.stopping = True
+            scene.go(1_000)
+        case "next":
+            scene.crew.generation = 2
+            scene.go(1_000)
+        case "closed":
+            scene.watch.end()
+            scene.watch._run()
+    assert 600_000 <= scene.scouting.history.longest_ms <= 602_000, "of rank 1, in its own code; rank 0 only waited"
+
+
+def test_a_pause_that_raised_no_alarm_is_not_noted_at_the_end() -> None:
+    scene = Scene(setting="auto")
+    scene.go(1_000, 0, 1)
+    scene.go(100_000, 0)
+    scene.crew.stopping = True
+    scene.go(1_000, 0)
+    assert scene.scouting.history.longest_ms < 1_000
+
+
+def test_a_program_that_trains_in_another_thread_moves() -> None:
+    """Its main thread waits: only the steps tell."""
+    scene = Scene()
+    for n in range(1, 40):
+        for w in scene.workers:
+            assert w.progress.view is not None
+            w.progress.view = replace(w.progress.view, step=5 + n, step_ns=scene.now_ms * MS)
+        scene.go(500)
+    assert scene.scouting.sighting is None
+
+
+def test_with_auto_three_steps_come_first() -> None:
+    scene = Scene(setting="auto")
+    in_phase(scene, "collective", 0, 1)
+    scene.go(250, 0, 1)
+    scene.go(100_000)
+    assert scene.scouting.sighting is None
+    scene.go(500, 0, 1)
+    scene.go(61_000)
     assert scene.sighting.alarm
 
 
@@ -280,27 +379,111 @@ def test_paces_are_of_the_time_since_the_first_step() -> None:
     assert scene.scouting.paces[0] == Pace(rank=0, steps=10, busy_us=550_000, input_us=100_000, waiting_us=300_000)
 
 
-@pytest.mark.parametrize(("action", "reaction"), [("report", "report"), ("replace", "replace")])
-@pytest.mark.parametrize("slot", [0, 1])
-def test_stragglers_are_judged_on_slot_0(slot: int, action: str, reaction: str) -> None:
-    scene = Scene(slot=slot, action=action)
+def goes_slowly(scene: Scene, ranks: int) -> None:
+    """Rank 1 on b is slow."""
 
     def paces(steps: int) -> dict[str, tuple[Pace, ...]]:
         def one(rank: int) -> Pace:
-            cost_us = 50_000 if rank else 20_000
+            cost_us = 50_000 if rank == 1 else 20_000
             return Pace(rank=rank, steps=steps, busy_us=steps * cost_us, input_us=0, waiting_us=0)
 
-        return {"a": (one(0),), "b": (one(1),)}
+        return {"abc"[r]: (one(r),) for r in range(ranks)}
 
     for n in range(5):
         scene.scouting.paces_of_all(paces(10 * n))
         scene.go(1_250, 0, 1)
+
+
+@pytest.mark.parametrize(("action", "reaction"), [("report", "report"), ("replace", "replace")])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_stragglers_are_judged_on_slot_0(slot: int, action: str, reaction: str) -> None:
+    scene = Scene(slot=slot, action=action, ranks=3)
+    goes_slowly(scene, 3)
     if slot:
         assert scene.crew.evidence == []
         return
     ((cause, how),) = scene.crew.evidence
     assert (cause.failure_class, cause.node_id, cause.host, cause.rank) == ("straggler", "b", "host-b", 1)
     assert how == reaction and "computing" in cause.detail
+
+
+def test_of_two_ranks_none_is_replaced() -> None:
+    scene = Scene(action="replace")
+    goes_slowly(scene, 2)
+    assert [how for _, how in scene.crew.evidence] == ["report"]
+
+
+@pytest.mark.parametrize(("again", "reaction"), [("b", "report"), ("c", "replace")])
+def test_a_slot_that_is_slow_again_with_another_node_is_not_replaced_again(again: str, reaction: str) -> None:
+    scene = Scene(action="replace", ranks=3)
+    scene.scouting.in_place_of_slow = frozenset(again)
+    goes_slowly(scene, 3)
+    assert [how for _, how in scene.crew.evidence] == [reaction]
+
+
+def plan(generation: int, nodes: str, failure_class: str, action: Any) -> Plan:
+    return Plan(
+        plan_id=str(generation),
+        generation=generation,
+        from_generation=generation - 1,
+        action=action,
+        failure_class=failure_class,
+        active=tuple(ActiveNode(slot=slot, node_id=n, incarnation="i") for slot, n in enumerate(nodes)),
+        standby=(),
+        quarantined=(),
+        reason="",
+        recovery_source={},
+        dismissed={},
+    )
+
+
+def test_whose_slot_was_taken_from_a_slow_node_is_in_the_plans() -> None:
+    first = plan(1, "abc", "none", "start")
+    moved = plan(2, "adc", "straggler", "replace")
+    crash = plan(3, "adc", "process_crash", "restart")
+    lost = plan(4, "ade", "node_lost", "replace")
+    assert edge.in_place_of_slow(()) == edge.in_place_of_slow((first,)) == frozenset()
+    assert edge.in_place_of_slow((first, moved)) == frozenset("d")
+    assert edge.in_place_of_slow((first, moved, crash, lost)) == frozenset("d")
+    assert edge.in_place_of_slow((first, moved, crash, plan(4, "aec", "node_lost", "replace"))) == frozenset("e")
+
+
+def test_a_sighting_of_thousands_of_ranks_fits_and_keeps_what_tells_most() -> None:
+    ranks = tuple(range(8_192))
+    marks = tuple(OpMark(number=n, op="allreduce", shape="float32[1]", step=n) for n in range(1, 17))
+    groups = tuple(GroupSight(name=str(n), ranks=ranks, entered=16, left=16, recent=marks) for n in range(4))
+    made = of_many(8, groups, ("train.py:1 main",))
+    cut = edge._fitting(made)
+    assert len(edge.encode(cut)) <= MAX_SIGHTING_BYTES
+    assert all(g.ranks == () and g.recent[-1].number == 16 and g.entered == 16 for w in cut.workers for g in w.groups)
+    assert all(w.stack for w in cut.workers)
+    small = of_many(2, tuple(replace(g, ranks=(0, 1)) for g in groups), ("train.py:1 main",))
+    assert edge._fitting(small) == small
+
+
+def test_a_sighting_fits_whatever_is_in_it() -> None:
+    mark = OpMark(number=1, op="\u0101" * 32, shape="\u0101" * 40, step=1)
+    groups = tuple(GroupSight(name="\u0101" * 64, ranks=(), entered=1, left=0, recent=(mark,)) for _ in range(16))
+    without_groups = edge._fitting(of_many(64, groups, ("x" * 300,)))
+    assert len(edge.encode(without_groups)) <= MAX_SIGHTING_BYTES
+    assert all(w.stack and not w.groups for w in without_groups.workers)
+    bare = edge._fitting(of_many(256, groups, ("\u0101" * 300,) * 3))
+    assert len(edge.encode(bare)) <= MAX_SIGHTING_BYTES
+    assert len(bare.workers) == 256 and not any(w.stack or w.groups for w in bare.workers)
+
+
+def of_many(count: int, groups: tuple[GroupSight, ...], stack: tuple[str, ...]) -> Sighting:
+    worker = WorkerSight(
+        rank=0, local_rank=0, pid=1, step=1, phase="user", phase_ms=0, quiet_ms=0, groups=groups, stack=stack
+    )
+    many = tuple(replace(worker, rank=r) for r in range(count))
+    return Sighting(generation=1, node_id="a", incarnation="i", number=1, alarm=True, timeout_ms=1, workers=many)
+
+
+def test_a_phase_of_a_newer_version_does_not_spoil_the_record() -> None:
+    made = of_many(1, (), ())
+    newer = replace(made, workers=(replace(made.workers[0], phase="dreaming"),))
+    assert decode(Sighting, edge.encode(newer)) == newer
 
 
 def test_a_large_sighting_is_cut() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmres.scout.hangs import History, Quiet, timeout_ms
-from lmres.scout.sighting import Phase
+from lmres.scout.hangs import History, Quiet, teaches, timeout_ms
+from lmres.scout.sighting import PHASES, Phase
 
 
 def after(pause_ms: int) -> History:
@@ -19,25 +19,31 @@ def after(pause_ms: int) -> History:
     [(0, 60_000), (5_999, 60_000), (6_000, 60_000), (20_000, 200_000), (180_000, 1_800_000), (10**7, 1_800_000)],
 )
 def test_auto_follows_the_longest_pause_within_limits(pause_ms: int, expected_ms: int) -> None:
-    assert timeout_ms("auto", after(pause_ms)) == expected_ms
+    assert timeout_ms("auto", after(pause_ms), phase="loader") == expected_ms
 
 
 def test_the_longest_pause_stays() -> None:
     history = after(30_000)
     history.note(10)
-    assert timeout_ms("auto", history) == 300_000
+    assert timeout_ms("auto", history, phase="collective") == 300_000
 
 
-@pytest.mark.parametrize("phase", ["start", "checkpoint_io"])
+@pytest.mark.parametrize("phase", ["start", "user", "forward", "checkpoint_io", "end"])
 def test_auto_gives_ten_minutes_where_it_may_take_long(phase: Phase) -> None:
     assert timeout_ms("auto", after(10), phase=phase) == 600_000
     assert timeout_ms("auto", after(100_000), phase=phase) == 1_000_000
 
 
+@pytest.mark.parametrize("phase", ["backward", "optimizer", "collective", "loader"])
+def test_auto_is_short_only_in_what_a_step_consists_of_and_after_three_steps(phase: Phase) -> None:
+    assert [timeout_ms("auto", after(10), phase=phase, steps=n) for n in range(4)] == [600_000] * 3 + [60_000]
+
+
 def test_until_the_first_step_everything_is_the_start() -> None:
-    assert timeout_ms("auto", after(10), phase="forward", started=False) == 600_000
-    assert timeout_ms(3.0, after(10), phase="collective", started=False) == 600_000
-    assert timeout_ms(300.0, after(10), phase="start", started=False) == 900_000
+    assert timeout_ms("auto", after(10), phase="forward", steps=0) == 600_000
+    assert timeout_ms(3.0, after(10), phase="collective", steps=0) == 600_000
+    assert timeout_ms(3.0, after(10), phase="collective", steps=1) == 3_000
+    assert timeout_ms(300.0, after(10), phase="start", steps=0) == 900_000
 
 
 def test_a_fixed_time_counts_as_it_is() -> None:
@@ -47,8 +53,14 @@ def test_a_fixed_time_counts_as_it_is() -> None:
 
 
 def test_a_stopped_process_compiles_nothing() -> None:
-    assert timeout_ms(3.0, History(), phase="start", started=False, stopped=True) == 3_000
-    assert timeout_ms("auto", History(), phase="start", started=False, stopped=True) == 600_000
+    assert timeout_ms(3.0, History(), phase="start", steps=0, stopped=True) == 3_000
+    assert timeout_ms("auto", History(), phase="start", steps=0, stopped=True) == 600_000
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_only_its_own_work_teaches(phase: Phase) -> None:
+    assert teaches(phase, stopped=False) == (phase not in ("collective", "checkpoint_io"))
+    assert not teaches(phase, stopped=True)
 
 
 def test_quiet_grows_while_nothing_moves_and_ends_with_an_event() -> None:

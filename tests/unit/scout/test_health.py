@@ -21,6 +21,7 @@ from lmres.scout.health import (
     command_reading,
     cpu_reading,
     disk_reading,
+    gpu_base,
     gpu_reading,
     memory_reading,
     network_reading,
@@ -46,6 +47,14 @@ def test_memory_that_is_left(total: int, available: int, status: str) -> None:
     reading = memory_reading(Memory(total=total, available=available))
     assert reading.status == status and not reading.fact
     assert "available of" in reading.found
+
+
+def test_what_workers_take_is_only_told() -> None:
+    low = Memory(total=100 * GIB, available=1 * GIB)
+    reading = memory_reading(low, is_busy=True)
+    assert reading.status == "fit" and "1.0 GiB of memory available" in reading.warning
+    assert memory_reading(low).status == "unfit"
+    assert memory_reading(Memory(total=100 * GIB, available=50 * GIB), is_busy=True).warning == ""
 
 
 def test_a_control_groups_limit_counts_too() -> None:
@@ -143,7 +152,7 @@ def test_a_clock_that_jumps_is_told_and_nothing_else() -> None:
     ("gpu", "words"),
     [
         (Gpu(index=3, lost="GPU is lost"), "GPU 3: does not answer: GPU is lost"),
-        (Gpu(index=0, uncorrected=2), "GPU 0: 2 memory errors that could not be corrected"),
+        (Gpu(index=0, uncorrected=2), "GPU 0: 2 new memory errors that could not be corrected"),
         (Gpu(index=0, remap_failed=True), "GPU 0: a faulty row of its memory could not be replaced"),
         (
             Gpu(index=0, remap_pending=True),
@@ -153,9 +162,22 @@ def test_a_clock_that_jumps_is_told_and_nothing_else() -> None:
     ],
 )
 def test_faults_of_a_gpu(gpu: Gpu, words: str) -> None:
-    before = [Gpu(index=0, links_up=(0, 1, 2, 3) if gpu.links_up else ()), Gpu(index=3)]
+    before = [Gpu(index=0, uncorrected=0, links_up=(0, 1, 2, 3) if gpu.links_up else ()), Gpu(index=3)]
     reading = gpu_reading(before, [Gpu(index=1), gpu])
     assert (reading.status, reading.fact, reading.found) == ("unfit", True, words)
+
+
+def test_memory_errors_from_before_do_not_count_and_new_ones_do() -> None:
+    first = (Gpu(index=0, uncorrected=3), Gpu(index=1), Gpu(index=2, lost="once"))
+    base = gpu_base((), first)
+    old = gpu_reading(base, first[:2])
+    assert old.status == "fit" and "3 on GPU 0" in old.warning
+    new = gpu_reading(base, [Gpu(index=0, uncorrected=4), Gpu(index=1)])
+    assert (new.status, new.fact) == ("unfit", True)
+    assert new.found == "GPU 0: 1 new memory errors that could not be corrected"
+    later = gpu_base(base, [Gpu(index=0, uncorrected=0), Gpu(index=2, uncorrected=5), Gpu(index=9, uncorrected=1)])
+    assert [d.uncorrected for d in later] == [0, None, 5, 1], "the driver was loaded again; others tell at last"
+    assert gpu_reading(later, [Gpu(index=0, uncorrected=1)]).status == "unfit"
 
 
 def test_a_hot_gpu_is_a_trend_and_a_cool_one_none() -> None:
@@ -213,11 +235,18 @@ def test_an_event_stands_for_its_time() -> None:
     assert verdicts(Judge(), event, *[good("kernel")] * 5, from_ms=0) == [False] * 5 + [True]
 
 
-def test_the_newest_reason_and_all_of_them() -> None:
+def test_the_reason_stays_while_the_same_checks_find_the_host_unfit() -> None:
     judge = Judge()
     judge.take([bad("gpu", fact=True, found="GPU 0: lost"), bad("disk", fact=True, found="read-only")], 0)
     judge.take([bad("gpu", fact=True, found="GPU 1: lost")], 5_000)
-    assert judge.verdict() == Verdict(fit=False, reason="disk: read-only; gpu: GPU 1: lost")
+    assert judge.verdict() == Verdict(fit=False, reason="disk: read-only; gpu: GPU 0: lost")
+    for at_ms in (10_000, 15_000):
+        judge.take([good("disk"), bad("gpu", fact=True, found=f"GPU 2: {at_ms} errors")], at_ms)
+    assert judge.verdict() == Verdict(fit=False, reason="gpu: GPU 0: lost")
+    for at_ms in (20_000, 25_000):
+        judge.take([good("gpu")], at_ms)
+    judge.take([bad("gpu", fact=True, found="GPU 1: lost")], 30_000)
+    assert judge.verdict() == Verdict(fit=False, reason="gpu: GPU 1: lost")
 
 
 def test_what_could_not_run_is_said_once_and_changes_nothing() -> None:

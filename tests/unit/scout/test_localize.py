@@ -128,9 +128,30 @@ def test_equal_operations_in_different_steps() -> None:
     plain = [("allreduce", GRADS, n) for n in range(6)]
     odd = [op for i, op in enumerate([*plain, ("allreduce", GRADS, 6)]) if i != 3]
     found = localize(sights(*(with_ops(r, odd if r == 3 else plain) for r in ALL)))
-    assert (found.failure_class, named(found)) == ("collective_desync", [("d", 3)])
+    assert (found.failure_class, found.verdict) == ("collective_desync", "inconclusive")
+    assert named(found) == [("d", 3)]
     assert "after step 4" in found.detail and "after step 3" in found.detail
     assert "operation number 4" in found.detail
+
+
+def uneven(rank: int, **fields: object) -> WorkerSight:
+    """Rank 3 has made a step without the others."""
+    ops = [("allreduce", GRADS, n + (rank == 3 and n > 2)) for n in range(6)]
+    return with_ops(rank, ops, **fields)
+
+
+def test_uneven_steps_count_after_who_waits_for_whom() -> None:
+    """Rank 3 joins with fewer inputs, rank 2 is in its loader."""
+    behind = worker(2, group(5, ranks=ALL, recent=uneven(2).groups[0].recent[:5]), phase="loader")
+    found = localize(sights(uneven(0), uneven(1), behind, uneven(3)))
+    assert (found.failure_class, found.verdict, named(found)) == ("hang", "attributed", [("c", 2)])
+
+
+def test_uneven_steps_alone_or_while_somebody_moves_are_no_failure() -> None:
+    moving = localize(sights(*(uneven(r) for r in (0, 1, 3)), uneven(2, quiet_ms=20, phase="user")))
+    assert (moving.failure_class, moving.verdict, moving.excused) == ("collective_desync", "inconclusive", True)
+    found = localize(sights(*(uneven(r, quiet_ms=20, phase="user") for r in ALL)))
+    assert found.failure_class == "hang"
 
 
 def test_steps_that_always_differed_mean_nothing() -> None:
@@ -286,6 +307,30 @@ def test_a_rank_that_moves_but_never_comes_is_not_excused_for_ever() -> None:
     assert not after(4 * TIMEOUT_MS).excused
 
 
+def auto(*workers: WorkerSight) -> Localized:
+    """As where the user has set no time."""
+    return localize([replace(s, auto=True) for s in sights(*workers)])
+
+
+@pytest.mark.parametrize(("minutes", "excused"), [(1, True), (5, True), (29, True), (31, False)])
+def test_with_auto_a_rank_that_moves_is_excused_for_long_and_never_at_fault(minutes: int, excused: bool) -> None:
+    """Rank 0 evaluates, the others wait."""
+    others = (waiting(r, quiet_ms=60_000 * minutes, timeout_ms=60_000) for r in (1, 2, 3))
+    found = auto(late(0, quiet_ms=20, timeout_ms=600_000), *others)
+    assert (found.verdict, named(found), found.excused) == ("inconclusive", [("a", 0)], excused)
+
+
+def test_with_auto_a_rank_that_stands_still_for_its_own_time_is_at_fault() -> None:
+    others = (waiting(r, quiet_ms=600_000, timeout_ms=60_000) for r in (1, 2, 3))
+    found = auto(late(0, quiet_ms=600_000, timeout_ms=600_000), *others)
+    assert (found.verdict, named(found), found.excused) == ("attributed", [("a", 0)], False)
+
+
+def test_with_auto_four_times_a_longer_time_counts() -> None:
+    others = (waiting(r, quiet_ms=2_000_000, timeout_ms=600_000) for r in (1, 2, 3))
+    assert auto(late(0, quiet_ms=20, timeout_ms=600_000), *others).excused
+
+
 # -- nobody comes out, nobody heard -----------------------------------------------------------------------------------
 
 
@@ -293,6 +338,32 @@ def test_all_have_entered_and_none_comes_out() -> None:
     found = localize(sights(*map(waiting, ALL)))
     assert (found.verdict, found.suspects, found.excused) == ("inconclusive", (), False)
     assert "all of ranks 0-3 have entered allreduce (float32[1024]) after step 4, number 10" in found.detail
+
+
+def test_receives_after_asynchronous_operations_do_not_hide_who_sleeps() -> None:
+    """Of those it is not known that they are over, so that all seem to be inside but the one."""
+    found = localize(sights(waiting(0), waiting(1), worker(2, group(10, 9, ranks=ALL), phase="user"), waiting(3)))
+    assert (found.verdict, named(found)) == ("inconclusive", [("c", 2)])
+    assert "program's own code" in found.detail and "network" not in found.detail
+
+
+def test_a_rank_that_sleeps_is_not_hidden_by_a_group_that_seems_stuck() -> None:
+    """Rank 2 waits for 3 in a receive; of an operation of theirs it is not known that it is over."""
+    third = worker(2, group(9, ranks=ALL), group(4, 3, name="7", ranks=(2, 3)))
+    fourth = worker(3, group(4, 3, name="7", ranks=(2, 3)), phase="user")
+    only = [worker(r, group(10, 9, ranks=(0, 1, 2))) for r in (0, 1)]
+    third = replace(third, groups=(replace(third.groups[0], ranks=(0, 1, 2)), third.groups[1]))
+    found = localize(sights(*only, third, fourth))
+    assert (found.verdict, named(found)) == ("inconclusive", [("d", 3)])
+    assert "network" not in found.detail
+
+
+def test_without_the_members_of_a_group_who_is_not_heard_may_be_one() -> None:
+    odd = [*TWO_A_STEP[:7], ("broadcast", GRADS, 3)]
+    made = [with_ops(0, TWO_A_STEP), with_ops(1, TWO_A_STEP), with_ops(2, odd)]
+    bare = [replace(w, groups=(replace(w.groups[0], ranks=()),)) for w in made]
+    assert localize(sights(*bare)).verdict == "attributed"
+    assert localize(sights(*bare), unheard={"d": (3,)}).verdict == "inconclusive"
 
 
 def test_the_ranks_of_a_silent_node_are_suspects_only_while_nobody_else_is() -> None:
@@ -316,6 +387,39 @@ def test_the_only_rank_there_is() -> None:
 def test_one_quiet_rank_among_others_that_are_not() -> None:
     found = localize(sights(*(worker(r, quiet_ms=5) for r in (0, 1, 3)), worker(2, phase="loader")))
     assert (found.verdict, named(found)) == ("attributed", [("c", 2)])
+
+
+@pytest.mark.parametrize("phase", ["start", "user", "collective", "end"])
+def test_who_may_wait_for_another_is_excused_by_it_and_never_at_fault(phase: Phase) -> None:
+    """They poll a store or a file, until rank 0 has prepared the data."""
+
+    def after(quiet_ms: int) -> Localized:
+        return localize(sights(worker(0, quiet_ms=5), *(worker(r, phase=phase, quiet_ms=quiet_ms) for r in (1, 2))))
+
+    assert (after(3_100).verdict, named(after(3_100)), after(3_100).excused) == ("inconclusive", [("a", 0)], True)
+    assert (after(12_000).verdict, after(12_000).excused) == ("inconclusive", False)
+
+
+def test_one_that_polls_while_the_others_train_is_not_at_fault() -> None:
+    found = localize(sights(*(worker(r, quiet_ms=5) for r in (0, 1, 3)), worker(2)))
+    assert (found.verdict, found.excused) == ("inconclusive", True)
+    # Two ranks: it is no minority either.
+    found = localize(sights(worker(0, quiet_ms=5), worker(1)))
+    assert (found.verdict, found.excused) == ("inconclusive", True)
+
+
+def test_one_in_its_own_code_for_whom_others_wait_is_at_fault() -> None:
+    """In receives, and just within their own time."""
+    others = (worker(r, group(4, ranks=ALL), phase="collective", quiet_ms=2_900) for r in (0, 1, 3))
+    found = localize(sights(*others, worker(2, group(4, ranks=ALL))))
+    assert (found.verdict, named(found)) == ("attributed", [("c", 2)])
+
+
+def test_a_phase_of_a_newer_version_is_its_own_code() -> None:
+    found = localize(sights(waiting(0), waiting(1), late(2, phase="dreaming"), waiting(3)))
+    assert (found.verdict, named(found)) == ("attributed", [("c", 2)])
+    assert "is in the program's own code" in found.detail
+    assert "own code" in localize(sights(*(worker(r, phase="dreaming") for r in ALL))).detail
 
 
 @pytest.mark.parametrize(
