@@ -160,7 +160,7 @@ class Narrator:
                 marks.restored_ms = now_ms()
         elif message.get("armed") is True:
             self._events.emit("protection_armed", generation, **{"reason": "capturing", **fields, "rank": rank})
-        else:
+        elif generation == self._agent_generation():  # else a newer plan has ended it: its vault does not serve it now
             parts = {"adapter": "pytorch", "parts": ["checkpoint"], "reason": "unknown"}
             self._events.emit("protection_off", generation, **{**parts, **fields, "rank": rank})
             what = "what it computes is not compared" if "parts" in fields else "the training state is not protected"

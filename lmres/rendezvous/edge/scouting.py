@@ -157,6 +157,8 @@ class _Seen:
         view = worker.progress.look(worker.pid)
         if view is None:
             self.problem = worker.progress.blind or "its page can not be read"
+            if self.is_stopped:
+                self.quiet.saw(-1, at_ms, at_ms)
             return 0
         self.problem = ""
         ended = self._teaches
@@ -198,7 +200,14 @@ class _Seen:
 
     @property
     def watched(self) -> bool:
-        return self.view is not None and self.view.armed and not (self.problem or self.ended or self.excused)
+        if self.ended or self.excused:
+            return False
+        return self.is_stopped or (self.view is not None and self.view.armed and not self.problem)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Seen directly, whatever its page says, or before there is anything on it."""
+        return self.state in ("T", "t")
 
     @property
     def loud(self) -> bool:
@@ -335,7 +344,7 @@ class _Watch:
             history,
             phase=view.phase if view is not None else "start",
             steps=seen.steps,
-            stopped=seen.state in ("T", "t"),
+            stopped=seen.is_stopped,
         )
         self._say_what_is_off(seen, at_ms)
 
