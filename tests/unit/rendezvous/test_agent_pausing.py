@@ -11,7 +11,7 @@ from lmres.rendezvous.edge.stores.engine import Engine
 from lmres.rendezvous.pausing import NEXT_BOUNDARY, PAUSE_MS
 from lmres.rendezvous.state import Health, Hold, Paused
 from tests.unit.rendezvous.kit import KEYS, Node, let, put
-from tests.unit.rendezvous.test_agent_holdings import let_tell, running
+from tests.unit.rendezvous.test_agent_holdings import let_tell, running, tell
 
 
 @pytest.fixture
@@ -115,13 +115,14 @@ def test_a_replacement_that_would_lose_all_is_given_up_and_left_for_a_while(engi
         node.see(step=9)
         stands(node, 9, problem="rank 0 is not protected")
     b.see(health=Health(node_id="", incarnation="", fit=False, reason="gpu: lost"))
-    frozen = []
-    for _ in range(0, VAIN_MS - 10_000, 500):
-        let_tell((b, a, c), ms=500)
-        for node in (a, b, c):
-            if node.outcome is not None and node.outcome.freeze is None:
-                node.see(holdings=None)
-        frozen.append(a.outcome is not None and a.outcome.freeze is not None)
+    frozen: list[bool] = []
+    for _ in range(0, VAIN_MS - 10_000, 250):
+        for node in (b, a, c):
+            outcome = node.round(after_ms=250)
+            tell(node)
+            if outcome.freeze is None:
+                node.see(holdings=None)  # as the edge, when the vault is thawed
+        frozen += [n.outcome is not None and n.outcome.freeze is not None for n in (a, b, c)]
     plan = a.agent.view.head()
     assert plan is not None and plan.generation == 1
     assert True in frozen, "the vaults were asked"
