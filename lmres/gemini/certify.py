@@ -95,6 +95,7 @@ class Covered:
 class Certifier:
     """Of one generation. ``base``: the restored key, ``certified`` if it was an anchor. ``holds_back``: what differs is
     not to become safe. ``questioned``: by step, what ranks had when they differed in an earlier generation;
+    ``differed``: the same where a majority said who was wrong; what comes again, on another node too, is the program's.
     ``doubted``: the part of the model in which they did (``part_name``), ``doubted_at``: after which step.
 
     By part of the model, and kept from one generation to the next: ``agreed``, the ranks that are held to it;
@@ -107,6 +108,7 @@ class Certifier:
     certified: bool = False
     holds_back: bool = True
     questioned: dict[int, dict[int, str]] = field(default_factory=dict)
+    differed: dict[int, dict[int, str]] = field(default_factory=dict)
     doubted: str = ""
     doubted_at: int = 0
     anchor: Key | None = None
@@ -172,6 +174,11 @@ class Certifier:
         return None if 2 * len(_groups(digests)[0]) > len(digests) else (key, digests)
 
     @property
+    def first_difference(self) -> tuple[Key, dict[int, str]] | None:
+        """The first key whose equals differed, with what they had."""
+        return min(self.differing.items(), default=None)
+
+    @property
     def _everybody(self) -> frozenset[int]:
         return frozenset().union(*self._ranks.values())
 
@@ -213,7 +220,7 @@ class Certifier:
     def _differs(self, key: Key, digests: dict[int, str], safe: Key | None) -> bool:
         groups = _groups(digests)
         every_one = len(groups) > 2 and all(len(group) == 1 for group in groups) and NOT_FINITE not in digests.values()
-        if every_one or self.questioned.get(key.step) == digests:
+        if every_one or digests in (self.questioned.get(key.step), self.differed.get(key.step)):
             why = "all differ from each other" if every_one else "they differ in the same way when it is made again"
             self._classes = ()
             everybody = tuple(sorted(self._everybody))

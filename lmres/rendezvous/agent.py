@@ -38,7 +38,7 @@ from lmres.rendezvous.notes import fault_note, gone_cause, look_note, plan_note,
 from lmres.rendezvous.parting import Partings, Witness
 from lmres.rendezvous.pausing import allowed_ms, target
 from lmres.rendezvous.plan import Cause, Plan
-from lmres.rendezvous.resume import TELL_MS
+from lmres.rendezvous.resume import TELL_MS, untold
 from lmres.rendezvous.rounds import End, Inputs, Leave, Note, Outcome, Requests, Settings, Standing
 from lmres.rendezvous.state import Done, Formed, Health, Member, Ready, View
 from lmres.scout.sighting import Sighting
@@ -88,7 +88,7 @@ class Agent:
     _unseen_ms: dict[str, int] = field(default_factory=dict)
     _pause: int | None = None
     _pausing_ms: int | None = None
-    _vain_ms: int | None = None
+    _vain: tuple[str, int] = ("", 0)
     _alert: bool = False
     _due_ms: int | None = None
     _notes: list[Note] = field(default_factory=list)
@@ -344,7 +344,7 @@ class Agent:
         self._mark_look(decision, inputs)
         self._mark_pause(decision, inputs)
         if isinstance(decision, Wait) and decision.vain:
-            self._vain_ms = self.ledger.leases.attended_ms(inputs.now_ms)
+            self._vain = (decision.vain, self.ledger.leases.attended_ms(inputs.now_ms))
         if self.ledger.observer_index() is None:
             return
         match decision:
@@ -419,7 +419,8 @@ class Agent:
         generation = self._generation()
         if self._head_seen[0] != generation:
             self._head_seen = (generation, self.ledger.leases.attended_ms(now_ms))
-            self._waiting_ms = self._pausing_ms = self._vain_ms = None
+            self._waiting_ms = self._pausing_ms = None
+            self._vain = ("", 0)
             self._untold_ms.clear()
             self._unseen_ms.clear()
         if self._formed_seen[0] != generation and self.view.formed(generation) is not None:
@@ -457,7 +458,7 @@ class Agent:
             wait_over=waited >= self.settings.join_timeout_ms,
             unpaused=self._unpaused(attended_ms, generation_ms),
             step=self._newest_step(),
-            vain=self._vain_ms is not None and attended_ms - self._vain_ms < VAIN_MS,
+            vain=self._vain[0] if attended_ms - self._vain[1] < VAIN_MS else "",
             unlooked=frozenset(n for n, ms in self._unseen_ms.items() if attended_ms - ms >= LOOK_MS),
             overdue=frozenset(m.node_id for m in self.view.live_members() if self._is_overdue(m, attended_ms)),
         )
@@ -485,6 +486,9 @@ class Agent:
             self._waiting_ms = None
         elif wait.for_standby and self._waiting_ms is None:
             self._waiting_ms = attended_ms
+        left = untold(self.view, self.view.head(), frozenset()) if wait.freeze else ()  # else nobody is asked
+        live = {m.incarnation for m in self.view.live_members() if m.node_id in left}
+        self._untold_ms = {i: ms for i, ms in self._untold_ms.items() if i in live}
         for member in self.view.live_members():
             if member.node_id in wait.untold:
                 self._untold_ms.setdefault(member.incarnation, attended_ms)
@@ -561,9 +565,11 @@ class Agent:
             self._told_generation = plan.generation
         self._tell_faults(head.generation)
         self._tell_unfit(head)
+        done = self.view.done(head.generation)
         for node in head.active:
             gone = self.view.gone(node.node_id)
-            if gone is not None and gone.incarnation == node.incarnation and head.action != "stop":
+            left = gone is not None and gone.incarnation == node.incarnation and node.node_id not in done
+            if gone is not None and left and head.action != "stop":
                 cause = gone_cause(gone, self.view.member(node.node_id))
                 self._once(f"gone {node.incarnation}", fault_note(cause, "primary", gone.by, head.generation))
 

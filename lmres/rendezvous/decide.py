@@ -48,8 +48,8 @@ class Observed:
     generation has lasted. ``wait_over``: the wait for a standby has lasted longer than allowed. ``overdue``: members
     that have had long enough to tell what state they hold, and have not. ``unlooked``: nodes that have had long enough
     to tell what their workers are doing, and have not. ``unpaused``: the time for workers to stand still is over.
-    ``step``: the newest that active nodes tell with their leases. ``vain``: a replacement that nothing forces was
-    given up a moment ago.
+    ``step``: the newest that active nodes tell with their leases. ``vain``: the replacement, which nothing forces,
+    that was given up a moment ago.
     """
 
     unconfirmed: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class Observed:
     unlooked: frozenset[str] = frozenset()
     unpaused: bool = False
     step: int = 0
-    vain: bool = False
+    vain: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Wait:
     """``freeze``: a plan is coming, so vaults must say what they hold. ``untold``: those that have not done so.
 
     ``unseen``: those that have not yet said what their workers are doing. ``pause``: workers must stand still at
-    ``pausing.target``. ``vain``: for a replacement that nothing forces too much would be lost; all were asked for it.
+    ``pausing.target``. ``vain``: for this replacement, which nothing forces, too much would be lost; all were asked.
     """
 
     reason: str
@@ -78,7 +78,7 @@ class Wait:
     untold: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     pause: bool = False
-    vain: bool = False
+    vain: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +332,8 @@ def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
     made = max(rules.observed.step, head.recovery_step)
     if not forced and not rules.checkpointing.enabled and made:
         return Wait(reason=f"{filled[0].reason}; training goes on, because {_all_lost(made)}")
-    if not forced and rules.observed.vain:
+    wish = ", ".join(f"{v.failure_class} {v.node.node_id}" for v in filled)
+    if case.first is None and rules.observed.vain == wish:
         return Wait(reason=f"{filled[0].reason}; training goes on, because too much would be lost")
     pause = case.first is None and rules.checkpointing.enabled and pausing.is_possible(view, head)
     moving = pausing.moving(view, head) if pause else ()
@@ -348,10 +349,10 @@ def _fill(rules: _Rules, head: Plan, case: _Case) -> Decision:
     if state is not None and state.lost:
         waits = rules.wait_for_holdings(head)
         if waits is None and case.first is None:
-            return Wait(reason=f"{filled[0].reason}; training goes on, because {state.words}", vain=True)
+            return Wait(reason=f"{filled[0].reason}; training goes on, because {state.words}", vain=wish)
         return waits or _state_lost(head, case, state)
     if not forced and made and (state is None or not state.step):
-        return Wait(reason=f"{filled[0].reason}; training goes on, because {_all_lost(made)}", vain=True)
+        return Wait(reason=f"{filled[0].reason}; training goes on, because {_all_lost(made)}", vain=wish)
     plan = _plan(view, head, case, active, chosen, filled, unfilled)
     return Commit(plan=_named(_resumed(plan, state)), settle=_settle(view, case, filled, chosen), pause=pause)
 

@@ -48,6 +48,7 @@ class Seat:
         self._anchors: set[Key] = set()
         self._questioned: dict[int, tuple[int, dict[int, str]]] = {}
         self._doubted, self._doubted_at = "", 0
+        self._differed: dict[int, dict[int, str]] = {}
         self._agreed: dict[str, frozenset[int]] = {}
         self._accused: dict[str, dict[int, str]] = {}
         self._unlike: set[str] = set()
@@ -173,6 +174,7 @@ class Seat:
             certified=safe in self._anchors,
             holds_back=self._services.options.compare == "hold",
             questioned={step: dict(digests) for step, digests in found.items()},
+            differed={step: dict(digests) for step, digests in self._differed.items()},
             doubted=self._doubted,
             doubted_at=self._doubted_at,
             agreed=self._agreed,
@@ -186,6 +188,11 @@ class Seat:
         if undecided is not None:
             key, digests = undecided
             self._questioned = {key.step: (key.origin, digests)}
+        first = (
+            self._hub.certifier.first_difference if self._hub is not None and self._hub.certifier is not None else None
+        )
+        if first is not None:
+            self._differed = {first[0].step: dict(first[1])}
 
     def _tell_findings(self) -> None:
         certifier = self._hub.certifier if self._hub is not None else None

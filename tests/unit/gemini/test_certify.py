@@ -316,6 +316,19 @@ def test_a_rank_that_comes_to_hold_other_tensors_is_no_equal_any_more() -> None:
     assert group.findings() == []
 
 
+def test_a_rank_that_parts_in_the_same_way_on_another_node_is_the_programs_doing() -> None:
+    first = Group()
+    first.step(1)
+    first.step(2, {0: "its own"})
+    assert first.findings()[0].groups == ((1, 2), (0,))
+    again = first.certifier.first_difference
+    assert again is not None
+    group = Group(base=Key(1, 0), differed={again[0].step: again[1]})
+    group.step(2, {0: "its own"})
+    assert group.findings() == [] and group.safe == key(2)
+    assert any("in the same way" in t.reason for t in group.told())
+
+
 def test_two_that_never_agreed_accuse_nobody() -> None:
     group = Group(2)
     for step in (1, 2, 3):

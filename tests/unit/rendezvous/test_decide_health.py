@@ -85,13 +85,22 @@ def test_it_is_not_replaced_where_all_steps_would_be_lost() -> None:
     kept = unfit_with_states("0@7/1", "1@7/1")
     assert kept.commits(step=8).recovery_step == 7
     lost = unfit_with_states().waits(step=8)
-    assert lost.vain and "all 8 steps would be made again" in lost.reason and "training goes on" in lost.reason
+    assert (
+        lost.vain == "node_unhealthy b"
+        and "all 8 steps would be made again" in lost.reason
+        and "training goes on" in lost.reason
+    )
     assert unfit_with_states().commits(step=0).action == "replace"
 
 
 def test_nobody_is_asked_to_stand_still_or_to_tell_again_at_once_after_that() -> None:
-    again = unfit_with_states("0@7/1", "1@7/1").waits(step=8, vain=True)
+    again = unfit_with_states("0@7/1", "1@7/1").waits(step=8, vain="node_unhealthy b")
     assert not again.vain and not again.freeze and not again.pause and "training goes on" in again.reason
+
+
+def test_a_drain_is_tried_though_another_replacement_was_given_up() -> None:
+    story = unfit_with_states().operator("drain", "b")
+    assert story.commits(step=8, vain="node_unhealthy b").failure_class == "drain"
 
 
 def test_without_states_it_is_not_replaced_once_steps_have_been_made() -> None:
