@@ -251,8 +251,14 @@ def _holding_up(scene: Scene) -> Localized | None:
         "inconclusive" if unsure else "attributed",
         named,
         "; ".join(words) + silence(scene),
-        excused=_excused(scene, roots),
+        excused=_excused(scene, roots) or _nobody_waits(scene, roots, waits),
     )
+
+
+def _nobody_waits(scene: Scene, roots: Sequence[Rank], waits: Mapping[int, set[int]]) -> bool:
+    """The sightings are not of one moment: others have just moved, so what is behind was seen before they did."""
+    others = [r for r in scene.ranks.values() if r not in roots]
+    return not any(waits.values()) and any(2 * r.sight.quiet_ms < r.timeout_ms for r in others)
 
 
 def _behind(scene: Scene, waits: Mapping[int, set[int]]) -> list[Rank]:

@@ -326,7 +326,7 @@ FIRST_SEEDS = {
     "heard_is_forgiven": 500,
     "holdings_of_any_generation": 50,
     "displaced_agent_writes": 56,
-    "end_and_plan_not_exclusive": 19,
+    "end_and_plan_not_exclusive": 475,
     "foreign_records_believed": 12,
     "give_up_without_compare": 27,
     "late_on_plain_clock": 16,

@@ -456,3 +456,9 @@ def test_the_detail_has_a_limit() -> None:
 
 def test_marks_of_all_ranks_are_equal_here() -> None:
     assert len(marks(30)) == 16
+
+
+def test_sightings_of_different_moments_accuse_nobody() -> None:
+    """One told before the group went on, the others after it."""
+    went_on = [worker(r, group(58, 58, ranks=ALL), quiet_ms=40) for r in (0, 1, 3)]
+    assert localize(sights(*went_on, worker(2, group(49, 46, ranks=ALL), quiet_ms=2 * TIMEOUT_MS))).excused
