@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cluster import Node
+from tests.e2e.cluster import Node, cluster
 from tests.e2e.running import ends, running
 
 pytestmark = pytest.mark.e2e
@@ -98,6 +98,20 @@ def test_a_worker_told_to_end_in_mid_step_stops_all_at_one_saved_step(tmp_path: 
         run.assert_lost_at_most(2)
         restored = run.cluster.all_events("checkpoint_restored", generation=2)
         assert len(restored) == 3 and len({e["step"] for e in restored}) == 1
+
+
+def test_the_state_is_kept_where_numpy_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy', name='numpy')\n")
+    env = {"PYTHONPATH": str(tmp_path / "hidden"), "STEPS": "60"}
+    with cluster(tmp_path / "run", nnodes="2:2", env=env) as made:
+        a, b = made.form("a", "b")
+        a.wait_step(8)
+        os.kill(b.worker_pids(1)[0], signal.SIGKILL)
+        plan = a.wait_event("plan_committed", generation=2)
+        assert plan["recovery_step"] > 0, plan["reason"]
+        assert {node.wait_event("checkpoint_restored")["step"] for node in (a, b)} == {plan["recovery_step"]}
+        assert [node.wait_exit() for node in (a, b)] == [0, 0]
 
 
 def test_a_state_that_the_program_prints_is_printed_once(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ Inputs are looked at by a hook on the module in the step before, and on all modu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -265,7 +266,9 @@ def _digest(torch: Any, tensors: list[Any]) -> str:
                 hasher.update(b"none")
                 continue
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
-            hasher.update(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"empty")
+            size = flat.numel() * flat.element_size()
+            memory = (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"empty"
+            hasher.update(memoryview(memory))
     return hasher.hexdigest()
 
 

@@ -7,6 +7,7 @@ the arguments of the forward that begins, the loaders' notes, and the plain valu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import socket
@@ -154,7 +155,7 @@ class StateKeeper:
     def _note(self, name: str) -> bytes:
         """Of what was captured."""
         found = self._loaded.tensors[dict(self._loaded.meta["extra_tensors"])[name]]
-        return bytes(found.numpy().tobytes())
+        return ctypes.string_at(found.data_ptr(), found.numel())  # NumPy need not be there
 
     def _read_values(self, first: Mapping[str, Any]) -> None:
         changed, gone = self._then["changed"], frozenset(self._then["gone"])

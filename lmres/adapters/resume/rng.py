@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import struct
 import sys
@@ -55,7 +56,7 @@ _HEAD = struct.Struct("<IIIBdBiBd")  # bytes of torch's, version and words of Py
 
 def pack(state: tuple[Any, Any, Any]) -> bytes:
     tensor, (version, words, gauss), legacy = state
-    torch_bytes = tensor.numpy().tobytes()
+    torch_bytes = ctypes.string_at(tensor.data_ptr(), tensor.numel())  # NumPy need not be there
     python_bytes = array("I", words).tobytes()
     numpy_bytes, position, has_gauss, cached = b"", 0, 0, 0.0
     if legacy is not None and legacy[0] == "MT19937":
