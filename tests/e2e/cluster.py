@@ -73,7 +73,10 @@ class Node:
         try:
             return wait_until(f"event {name} {match} of {self.name}", found, timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n--- log of {self.name}:\n{self.log[-4000:]}") from None
+            # What it waits for may have been prevented at another node.
+            logs = sorted(self.folder.parent.glob("*/log.txt"))
+            told = "\n".join(f"--- {p.parent.name}:\n{p.read_text(errors='replace')[-4000:]}" for p in logs)
+            raise AssertionError(f"{error}\n{told}") from None
 
     def worker_pids(self, generation: int) -> list[int]:
         return list(self.wait_event("generation_started", generation=generation)["pids"])
