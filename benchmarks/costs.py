@@ -7,7 +7,6 @@ the rows of its table. Its docstring is the table's heading.
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import cell, one, summary
+from benchmarks.measure import cell, events_of, one, summary
 from benchmarks.products import HERE, START_S, Product, torchrun
 from lmres.cli.trial import PROGRAM, Trial, free_port, lmres_command, store_pid, wait_for
 
@@ -134,17 +133,6 @@ def _start(
     return port
 
 
-def _events(trial: Trial, name: str) -> list[dict[str, Any]]:
-    """All agents' events of this name, by time."""
-    found = []
-    for agent in trial.agents:
-        path = trial.folder / agent.name / "events.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            if f'"{name}"' in line and line.endswith("}"):
-                found.append(json.loads(line))
-    return sorted((e for e in found if e["event"] == name), key=lambda e: float(e["time"]))
-
-
 def decision(by_name: Products, runs: int, top: Path) -> tuple[dict[str, Any], list[list[str]]]:
     """8 agents on this host, sleeping programs, a worker is killed: from the first fault_detected to plan_committed."""
     found: list[dict[str, float]] = []
@@ -157,11 +145,11 @@ def decision(by_name: Products, runs: int, top: Path) -> tuple[dict[str, Any], l
             killed = victim.kill_worker()
 
             def planned(generation: int = generation) -> dict[str, Any] | None:
-                plans = [e for e in _events(trial, "plan_committed") if e["to_generation"] == generation + 1]
+                plans = [e for e in events_of(trial, "plan_committed") if e["to_generation"] == generation + 1]
                 return plans[0] if plans else None
 
             plan = wait_for("a plan", planned, START_S)
-            fault = next(e for e in _events(trial, "fault_detected") if e["generation"] == generation)
+            fault = next(e for e in events_of(trial, "fault_detected") if e["generation"] == generation)
             found.append({"notice_s": fault["time"] - killed, "decide_s": plan["time"] - fault["time"]})
             alive = (generation + 1) * AGENTS
             wait_for("all workers again", lambda alive=alive: len(trial.told("life")) >= alive, START_S)  # type: ignore[misc]

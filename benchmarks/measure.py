@@ -45,6 +45,17 @@ def own_phases(trial: Trial) -> dict[str, float | None]:
     return {}
 
 
+def events_of(trial: Trial, name: str) -> list[dict[str, Any]]:
+    """All agents' events of this name, by time."""
+    found = []
+    for agent in trial.agents:
+        path = trial.folder / agent.name / "events.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            if f'"{name}"' in line and line.endswith("}"):
+                found.append(json.loads(line))
+    return sorted((e for e in found if e["event"] == name), key=lambda e: float(e["time"]))
+
+
 def summary(runs: list[Run], key: str = "step_s") -> dict[str, Any]:
     """Median, least and most of what there is."""
     good = [run[key] for run in runs if run.get(key) is not None]

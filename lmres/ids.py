@@ -51,6 +51,10 @@ class Keys:
     def stop(self) -> str:
         return f"{self.reg}stop"
 
+    @property
+    def imports(self) -> str:
+        return f"{self.base}imports"
+
     def plan(self, generation: int) -> str:
         return f"{self.ctl}plan/{generation:08d}"
 

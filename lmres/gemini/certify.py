@@ -99,7 +99,8 @@ class Certifier:
     ``doubted``: the part of the model in which they did (``part_name``), ``doubted_at``: after which step.
 
     By part of the model, and kept from one generation to the next: ``agreed``, the ranks that are held to it;
-    ``accused``, those that differed and the node they were on; ``unlike``: the program's own doing, not compared.
+    ``strangers``, those that never agreed with anybody; ``accused``, those that differed and the node they were on;
+    ``unlike``: the program's own doing, not compared.
     """
 
     members: frozenset[str]
@@ -118,6 +119,7 @@ class Certifier:
     verified: set[Key] = field(default_factory=set)
     differing: dict[Key, dict[int, str]] = field(default_factory=dict)
     agreed: dict[str, frozenset[int]] = field(default_factory=dict)
+    strangers: dict[str, frozenset[int]] = field(default_factory=dict)
     accused: dict[str, dict[int, str]] = field(default_factory=dict)
     unlike: set[str] = field(default_factory=set)
     _ranks: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -331,13 +333,18 @@ class Certifier:
             self._pass(step, next(iter(said.values())))
 
     def _held_to(self, part: str, digests: Mapping[int, str], step: int) -> dict[int, str]:
-        """Of what ranks have computed: that of those who once agreed on this part. At first that is learned."""
-        known = self.agreed.get(part)
-        if known is None:
-            self.agreed[part] = known = frozenset(r for group in _groups(digests) if len(group) > 1 for r in group)
-            never = tuple(sorted(digests.keys() - known))
+        """Of what ranks have computed: that of those who once agreed on this part. It is learned when a rank is first
+        compared in it; the shards of one layer are compared each with its own replicas."""
+        known = self.agreed.get(part, frozenset())
+        strangers = self.strangers.get(part, frozenset())
+        new = digests.keys() - known - strangers
+        if new:
+            alike = frozenset(r for group in _groups(digests) if len(set(group) - strangers) > 1 for r in group)
+            never = new - alike
+            self.agreed[part] = known = known | (new & alike)
             if never:
-                self._say_unlike(part, never, f"at step {step}, from the first time on")
+                self.strangers[part] = strangers | never
+                self._say_unlike(part, tuple(sorted(never)), f"at step {step}, from the first time on")
         return {rank: digest for rank, digest in digests.items() if rank in known}
 
     def _say_unlike(self, part: str, ranks: tuple[int, ...], when: str) -> None:

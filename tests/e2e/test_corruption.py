@@ -134,6 +134,22 @@ def test_a_standby_is_the_third_opinion_on_wrong_computing(tmp_path: Path, wrong
             assert list(plan["active"].values()) == ["b", "s"] and plan["quarantined"] == ["a"], plan
 
 
+def test_replicas_of_shards_that_compute_wrongly_are_found_by_replay(tmp_path: Path) -> None:
+    """HSDP: each shard has two replicas. A standby in the place of the second tells which node was wrong."""
+    program = ("sharded.py", "hsdp", "--steps", "70", "--wrong", "b")
+    with running(tmp_path, *program, nnodes="2:3", nproc=2, policy=POLICY) as run:
+        run.cluster.form("a", "b", "s")
+        run.program = program[:-2]
+        run.assert_bitwise()
+        first, then = found(run)
+        assert first["verdict"] == "inconclusive" and "Linear" in first["detail"], first
+        plan = plan_of(run, 2)
+        assert list(plan["active"].values()) == ["a", "s"] and 0 < plan["recovery_step"] < 30, plan
+        assert then["verdict"] == "attributed" and {s["node_id"] for s in then["suspects"]} == {"b"}, then
+        armed = [e["reason"] for e in run.cluster.all_events("protection_armed", adapter="vault")]
+        assert {f"{what} compared between ranks 0, 1, 2 and 3" for what in (STATE, REPLAY)} <= set(armed), armed
+
+
 def test_two_that_compute_differently_without_a_standby(tmp_path: Path) -> None:
     program = (PROGRAM, "--steps", "64", "--layer", "b", "--at", "30", "--once", "--marks", "FOLDER")
     with running(tmp_path, *program, nnodes="2:2", policy=POLICY) as run:

@@ -129,3 +129,41 @@ def test_the_pool_is_gone_with_its_agent(tmp_path: Path, number: int) -> None:
         assert all(map(gone, left))
     finally:
         made.close()
+
+
+STANDBYS_PROGRAM = """
+import sys
+print("WARM" if {"torch._dynamo", "sqlite3"} <= sys.modules.keys() else "COLD", flush=True)
+import os, sqlite3, time
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(400):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
+def test_a_standby_that_takes_over_has_what_the_program_imports(tmp_path: Path) -> None:
+    """It has run nothing itself: the agents that train tell it."""
+    program = tmp_path / "prog.py"
+    program.write_text(STANDBYS_PROGRAM)
+    made = e2e.Cluster(
+        folder=tmp_path / "run", nnodes="1:2", program=[str(program)], policy="observe: {log_level: debug}\n"
+    )
+    try:
+        made.form("a", "s")
+        standby = made.nodes["s"]
+
+        def is_warm() -> bool:
+            replaced = named(standby.log, "is replaced: the program imports more")
+            return bool(replaced) and bool(named(standby.log, "is ready") - named(standby.log, "is replaced"))
+
+        e2e.wait_until("the standby has learned", is_warm, 60)
+        made.nodes["a"].kill_node()
+        assert standby.wait_exit() == 0, standby.log
+        assert "WARM" in standby.log and "COLD" not in standby.log, standby.log
+        assert made.leftovers() == []
+    finally:
+        made.close()

@@ -3,7 +3,7 @@
 A part is a module that computes something: each one without children, and those with children that hold no more than a
 quarter of the model (a larger one costs too much, and its own parts are there). It is covered when nothing speaks
 against calling it an extra time (``pure``) and its inputs can be made up: floating tensors, and whole numbers for
-embeddings.
+embeddings. Of a layer whose parameters are sharded (``shards``) the rows that this rank holds are a part.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmres.adapters.replay import shards
 from lmres.adapters.replay.pure import why_not
 
 LARGEST_SHARE = 0.25
@@ -23,17 +24,31 @@ _TORCHS = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.nn.")
 _SHARDERS = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 _WRAPPERS = _SHARDERS | {"DistributedDataParallel", "SyncBatchNorm"}
 _LIBRARIES = frozenset({"deepspeed", "fairscale", "megatron", "apex", "horovod", "colossalai"})
-_SHARDED = ("_handle", "_flat_param", "_fsdp_wrapped_module", "_is_fsdp_managed_module")
+_SHARDED = ("_handle", "_flat_param", "_fsdp_wrapped_module")
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """``seen``: the leaves of what it was called with (a tensor as ``Like``), their tree, and how many elements."""
+    """``seen``: the leaves of what it was called with (a tensor as ``Like``), their tree, and how many elements.
+    ``by_rows``: only the rows of its parameters that this rank holds are computed."""
 
     name: str
     module: Any
     problem: str = ""
+    by_rows: bool = False
     seen: tuple[list[Any], Any, int] | None = None
+
+    def problem_now(self, torch: Any) -> str:
+        """Hooks may have been added."""
+        return shards.problem_of_shard(torch, self.module) if self.by_rows else problem_of(torch, self.module)
+
+    def to_compute(self, torch: Any) -> Any:
+        """The module to be called; None if there is nothing to compute on this rank."""
+        if not self.by_rows:
+            return self.module
+        leaves = self.seen[0] if self.seen is not None else []
+        dtype = next((leaf.dtype for leaf in leaves if isinstance(leaf, Like) and leaf.grad), None)
+        return shards.rows_of(torch, self.module, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +117,15 @@ def _parts(torch: Any, index: int, root: Any) -> Iterator[Part]:
             continue
         shown = f"{index}.{name}" if index else name or type(module).__name__
         why = "it is compiled" if _is_compiled(module) else _wrapped(torch, module)
-        if why:
+        if why and not shards.is_fully_sharded(module):
             shut |= {id(m) for m in module.modules()}
             yield Part(shown, module, why)
             continue
         children = any(True for _ in module.children())
-        if type(module).__name__ in _CONTAINERS or (module is inner and children):
+        if shards.holds_rows(module) and not children:
+            yield Part(shown, module, shards.problem_of_shard(torch, module), by_rows=True)
+            continue
+        if shards.kind_of(module).__name__ in _CONTAINERS or (module is inner and children):
             continue
         if children and sum(p.numel() for p in module.parameters()) > most:
             continue
@@ -128,11 +146,11 @@ def _wrapped(torch: Any, module: Any) -> str:
     """Why nothing of it and below it can be computed by itself: it is not a plain module."""
     own = vars(module)
     if any(name in own or name in module._parameters or name in module._modules for name in _SHARDED):
-        return "it is sharded"
+        return shards.SHARDED
     for kind in type(module).__mro__:
         where = f"{kind.__module__}."
         if kind.__name__ in _WRAPPERS:
-            return "it is sharded" if kind.__name__ in _SHARDERS else f"{kind.__name__} talks to other ranks"
+            return shards.SHARDED if kind.__name__ in _SHARDERS else f"{kind.__name__} talks to other ranks"
         if where.partition(".")[0] in _LIBRARIES or (where.startswith("torch.") and not where.startswith(_TORCHS)):
             return f"{kind.__name__} is not a plain module"
     groups = _groups(torch)
@@ -140,7 +158,7 @@ def _wrapped(torch: Any, module: Any) -> str:
         return "it holds a process group"
     for parameter in module._parameters.values():
         if parameter is not None and getattr(parameter, "_fsdp_flattened", False):
-            return "it is sharded"
+            return shards.SHARDED
     return ""
 
 
@@ -162,7 +180,7 @@ def problem_of(torch: Any, module: Any) -> str:
             if parameter is None:
                 continue
             if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
-                return "it is sharded" if hasattr(parameter, "_local_tensor") else "a parameter is of its own kind"
+                return shards.SHARDED if shards.is_sharded(parameter) else "a parameter is of its own kind"
             for hook in (parameter._backward_hooks or {}).values():
                 why = why_not(hook)
                 if why:

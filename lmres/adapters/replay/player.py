@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from lmres.adapters.replay import machine
-from lmres.adapters.replay.parts import Like, Part, Parts, embedding_size, problem_of
+from lmres.adapters.replay.parts import Like, Part, Parts, embedding_size
 
 LARGEST_BATCH = 8
 MAX_REASONS = 3
@@ -106,11 +106,11 @@ class Player:
     def _guarded(self, part: Part, step: int, kept_rng: Any) -> tuple[str, str, bool]:
         found = "", "", True
         try:
-            part.problem = problem_of(self._torch, part.module)  # hooks may have been added
-            if not part.problem:
-                stand_ins = _stand_ins(self._torch, part.module)
-                with kept_rng, _kept_cuda(self._torch), stand_ins, _exact(self._torch):
-                    found = self._compute(part, step)
+            part.problem = part.problem_now(self._torch)
+            module = None if part.problem else part.to_compute(self._torch)
+            if module is not None:
+                with kept_rng, _kept_cuda(self._torch), _stand_ins(self._torch, module), _exact(self._torch):
+                    found = self._compute(part, module, step)
         except Exception as error:  # of the program's module; the program never sees it
             part.problem = f"computing it anew failed: {error!r:.200}"
         if part.problem and self._turn is not None and self._parts is not None:
@@ -118,45 +118,45 @@ class Player:
             self._covered(left, len(self._parts.all), f"{part.name}: {part.problem}")
         return found
 
-    def _compute(self, part: Part, step: int) -> tuple[str, str, bool]:
+    def _compute(self, part: Part, module: Any, step: int) -> tuple[str, str, bool]:
         assert part.seen is not None and self._parts is not None
         leaves, tree, _ = part.seen
         batch = self._parts.batch
         small = [_with_batch(leaf, batch, _smaller(batch)) for leaf in leaves]
         used, first = small, ""
         try:
-            first = self._once(part, small, tree, step)
+            first = self._once(part, module, small, tree, step)
         except Exception:
             if small == leaves:
                 raise
-            used, first = leaves, self._once(part, leaves, tree, step)
-        results = [first, self._once(part, used, tree, step)]
+            used, first = leaves, self._once(part, module, leaves, tree, step)
+        results = [first, self._once(part, module, used, tree, step)]
         steady = results[0] == results[1]
         if not steady:
-            results += [self._once(part, used, tree, step) for _ in range(2)]
+            results += [self._once(part, module, used, tree, step) for _ in range(2)]
             if results[2] != results[3] or results[2] not in results[:2]:
                 part.problem = "it does not come out the same twice"
                 return "", "", True
-        return self._what(part, used), results[-1], steady
+        return self._what(part, module, used), results[-1], steady
 
-    def _what(self, part: Part, leaves: list[Any]) -> str:
+    def _what(self, part: Part, module: Any, leaves: list[Any]) -> str:
         shapes = ", ".join(_shape(leaf) for leaf in leaves if isinstance(leaf, Like))
         torch, device = self._torch, next((leaf.device.type for leaf in leaves if isinstance(leaf, Like)), "cpu")
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        buffers = _digest(torch, list(_telling_buffers(torch, part.module)))
+        buffers = _digest(torch, list(_telling_buffers(torch, module)))
         plain = [leaf for leaf in leaves if not isinstance(leaf, Like)]
-        rest = repr((plain, part.module.training, str(cast), buffers, _own_values(torch, part.module)))
+        rest = repr((plain, module.training, str(cast), buffers, _own_values(torch, module)))
         kind = xxhash.xxh3_64_hexdigest(f"{rest} {machine.kind(torch)}".encode())
-        return f"{part.name} ({type(part.module).__name__}) of {shapes or 'nothing'}|{kind}"
+        return f"{part.name} ({type(module).__name__}) of {shapes or 'nothing'}|{kind}"
 
-    def _once(self, part: Part, leaves: list[Any], tree: Any, step: int) -> str:
+    def _once(self, part: Part, module: Any, leaves: list[Any], tree: Any, step: int) -> str:
         """The digest of what it gives and of all gradients."""
         from torch.utils import _pytree as pytree
 
         torch = self._torch
         seed = int.from_bytes(xxhash.xxh3_64_digest(f"{step} {part.name}".encode())[:6], "little")
         torch.manual_seed(seed)
-        made = _Made(torch, seed, embedding_size(torch, part.module))
+        made = _Made(torch, seed, embedding_size(torch, module))
         inputs = [made.like(leaf) if isinstance(leaf, Like) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(inputs, tree)
         device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Like)), "cpu")
@@ -167,11 +167,11 @@ class Player:
             cache_enabled=False,
         )
         with torch.enable_grad(), cast:
-            given = part.module(*args, **kwargs)
+            given = module(*args, **kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(given) if torch.is_tensor(leaf)]
         differentiable = [leaf for leaf in outputs if leaf.requires_grad and leaf.is_floating_point()]
         wanted = [leaf for leaf in inputs if torch.is_tensor(leaf) and leaf.requires_grad]
-        wanted += [parameter for parameter in part.module.parameters() if parameter.requires_grad]
+        wanted += [parameter for parameter in module.parameters() if parameter.requires_grad]
         gradients: tuple[Any, ...] = ()
         if differentiable and wanted:
             weights = [made.like(Like(tuple(o.shape), o.dtype, o.device, False), floating=True) for o in differentiable]

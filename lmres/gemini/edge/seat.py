@@ -50,6 +50,7 @@ class Seat:
         self._doubted, self._doubted_at = "", 0
         self._differed: dict[int, dict[int, str]] = {}
         self._agreed: dict[str, frozenset[int]] = {}
+        self._strangers: dict[str, frozenset[int]] = {}
         self._accused: dict[str, dict[int, str]] = {}
         self._unlike: set[str] = set()
 
@@ -178,6 +179,7 @@ class Seat:
             doubted=self._doubted,
             doubted_at=self._doubted_at,
             agreed=self._agreed,
+            strangers=self._strangers,
             accused=self._accused,
             unlike=self._unlike,
         )

@@ -40,6 +40,7 @@ from lmres.rendezvous.edge.detectors import Detectors
 from lmres.rendezvous.edge.driver import LEAVE_S, Driver
 from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
+from lmres.rendezvous.edge.imports import Imports
 from lmres.rendezvous.edge.master_port import MasterPort
 from lmres.rendezvous.edge.narrator import Narrator
 from lmres.rendezvous.edge.neighbours import Neighbours
@@ -93,6 +94,7 @@ class Node:
         self.events = EventLog(self.state_dir / "events.jsonl", run_id=options.run_id, node_id=self.node_id)
         self._token = uuid.uuid4().hex
         self._warm: WarmPool | None = None
+        self._imports: Imports | None = None
         self._safe: safekeeping.Safekeeping | None = None
         self._parked = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -181,6 +183,7 @@ class Node:
                 token_length=len(self._token), on_spawn=self._guardian.register, on_gone=self._guardian.unregister
             )
             self._warm.expect(launches)
+            self._imports = Imports(warm=self._warm, store=self._store, key=lambda: self._agent.keys.imports)
         if Checkpointing.of(self.policy if self._attach else None).enabled:
             self._safe = safekeeping.Safekeeping(
                 policy=self.policy,
@@ -523,6 +526,8 @@ class Node:
         if parked and not self._parked and self._warm is not None:
             self._warm.refill(paced=False)  # nothing else runs here
         self._parked = parked
+        if self._imports is not None:
+            self._imports.follow(outcome, now_ms())
         if outcome.end is not None and outcome.end.run_over and outcome.end.exit_code == 0:
             self._crew.show_success()
         elif self._must_stop(outcome):

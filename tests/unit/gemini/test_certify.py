@@ -59,7 +59,15 @@ class Group:
                 )
             )
 
-    def replayed(self, step: int, part: int, *, differs: Mapping[int, str] | None = None, **more: Any) -> None:
+    def replayed(
+        self,
+        step: int,
+        part: int,
+        *,
+        differs: Mapping[int, str] | None = None,
+        state: Mapping[int, str] | None = None,
+        **more: Any,
+    ) -> None:
         said = {
             rank: Replayed(
                 step=step,
@@ -71,7 +79,7 @@ class Group:
             )
             for rank in range(len(self.names))
         }
-        self.step(step, replay=said)
+        self.step(step, state, replay=said)
 
     @property
     def safe(self) -> Key | None:
@@ -292,6 +300,14 @@ def test_ranks_that_never_agreed_on_a_part_are_not_held_to_it() -> None:
     assert [t.alone for t in group.told() if t.check == "replay" and t.reason] == [(0,)], "told once"
     group.replayed(4, 0, differs={0: "its own", 2: "wrong"})
     assert group.findings()[0].groups == ((1,), (2,)), "the others still are"
+
+
+def test_the_shards_of_a_layer_are_compared_each_with_its_own_replicas() -> None:
+    group, odd = Group(4), {1: "odd", 3: "odd"}
+    group.replayed(1, 0, differs=odd, state=odd)
+    assert [t.reason for t in group.told() if t.reason] == [] and group.findings() == []
+    group.replayed(2, 0, differs={1: "odd", 3: "wrong"}, state=odd)
+    assert group.findings()[0].groups == ((1,), (3,))
 
 
 def test_a_rank_that_comes_to_hold_other_tensors_is_no_equal_any_more() -> None:

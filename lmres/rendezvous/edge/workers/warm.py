@@ -171,6 +171,12 @@ class WarmPool:
         """What the next processes import, in this order."""
         return self._modules
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """What was learned, in this order; empty as long as it is a guess."""
+        with self._lock:
+            return self._modules if self._learned else ()
+
     def refill(self, *, paced: bool = True) -> None:
         """Bring the pool to one fresh process for each local rank. To be called when training goes on (or, on a
         standby, at once and not ``paced``)."""

@@ -42,6 +42,7 @@ LAUNCH_VARIABLES = frozenset(
         "LMRES_RUN_ID",
         "LMRES_SLOT",
         "LMRES_STATE_DIR",
+        "LMRES_WATCH",
         "LM_RESILIENCY_TORCHRUN_CHECKPOINT_STEP",
     }
 )

@@ -1,6 +1,10 @@
-"""FSDP2 (``fsdp2``) or HSDP (``hsdp``, two replicas) with mixed precision, AdamW and a warm-up."""
+"""FSDP2 (``fsdp2``) or HSDP (``hsdp``, two replicas) with mixed precision, AdamW and a warm-up.
 
-import sys
+``--wrong NODE``: from step ``--at`` on, matrix products are a little wrong on this node.
+"""
+
+import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -10,9 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+options = argparse.ArgumentParser()
+options.add_argument("kind", choices=["fsdp2", "hsdp"])
+options.add_argument("--steps", type=int, default=20)
+options.add_argument("--wrong", default="")
+options.add_argument("--at", type=int, default=30)
+args = options.parse_args()
+right = F.linear
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-if sys.argv[1] == "fsdp2":
+if args.kind == "fsdp2":
     mesh = init_device_mesh("cpu", (world,))
 else:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
@@ -28,7 +39,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 torch.manual_seed(100 + rank)
 norm = 0.0
-for step in range(1, 21):
+for step in range(1, args.steps + 1):
     x, y = torch.randn(8, FEATURES), torch.randint(CLASSES, (8,))
     loss = F.cross_entropy(model(x).float(), y)
     loss.backward()
@@ -37,6 +48,8 @@ for step in range(1, 21):
     optimizer.step()
     schedule.step()
     optimizer.zero_grad()
+    if step >= args.at and os.environ.get("LMRES_NODE_ID") == args.wrong:
+        F.linear = lambda *given: right(*given) * (1 + 2**-4)
     pace(step)
 dist.barrier()
 local = nn.ParameterList([nn.Parameter(p.to_local(), requires_grad=False) for p in model.parameters()])

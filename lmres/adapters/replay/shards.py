@@ -1,0 +1,85 @@
+"""Layers whose parameters are sharded over their rows (FSDP2, HSDP): computed with the rows that a rank holds.
+
+Peers along the replicated dimension hold the same rows. No parameter is gathered, so there is no collective that could
+hang. Only kinds of layers of which some rows are a layer of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+SHARDED = "it is sharded"
+_FULLY_SHARDED = "FSDPModule"
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks"),
+)
+
+
+def is_sharded(parameter: Any) -> bool:
+    return hasattr(parameter, "_local_tensor")
+
+
+def holds_rows(module: Any) -> bool:
+    """It, or a module above it, was given to ``fully_shard``."""
+    return any(map(is_sharded, module._parameters.values()))
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """It was itself given to FSDP2's ``fully_shard``."""
+    return any(kind.__name__ == _FULLY_SHARDED for kind in type(module).__mro__)
+
+
+def kind_of(module: Any) -> type:
+    """Its class before ``fully_shard`` changed it."""
+    above = type(module).__mro__
+    return above[2] if len(above) > 2 and above[1].__name__ == _FULLY_SHARDED else above[0]
+
+
+def problem_of_shard(torch: Any, module: Any) -> str:
+    """Why the rows of this module can not be computed by themselves; empty if they can."""
+    if kind_of(module) not in _kinds(torch) or "forward" in vars(module):
+        return f"{SHARDED}, and only plain linear layers, convolutions and embeddings are computed by their rows"
+    if getattr(module, "groups", 1) != 1 or getattr(module, "max_norm", None) is not None:
+        return f"{SHARDED}, and its rows are no layer of their own"
+    for parameter in module._parameters.values():
+        if parameter is not None and not _is_by_rows(parameter):
+            return f"{SHARDED} in another way than by its rows"
+    return ""
+
+
+def rows_of(torch: Any, module: Any, dtype: Any) -> Any:
+    """A layer of the rows that this rank holds now, on the same memory if they are of the type ``dtype`` (None: any),
+    without hooks. None if it holds no rows, or the parameters are gathered at the moment."""
+    held: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        held[name] = None
+        if parameter is not None:
+            local = getattr(parameter, "_local_tensor", None)
+            if local is None or not local.numel():
+                return None
+            local = local.detach() if dtype is None else local.detach().to(dtype)
+            held[name] = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
+    kind: Any = kind_of(module)
+    layer = kind.__new__(kind)
+    vars(layer).update(vars(module))
+    vars(layer).update({hooks: OrderedDict() for hooks in _HOOKS}, _parameters=held)
+    if kind is torch.nn.Embedding:
+        vars(layer).update(num_embeddings=len(held["weight"]), padding_idx=None)
+    return layer
+
+
+def _kinds(torch: Any) -> tuple[type, ...]:
+    nn = torch.nn
+    return nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding
+
+
+def _is_by_rows(parameter: Any) -> bool:
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        return False
+    return all(
+        type(place).__name__ == "Replicate" or (type(place).__name__ == "Shard" and place.dim == 0)
+        for place in placements
+    )
