@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -72,6 +73,7 @@ def policy(folder: Path, hang_s: float) -> Path:
     path = folder / "policy.yaml"
     path.write_text(
         f"""schema_version: 1
+observe: {{log_level: debug}}
 detection:
   hang_timeout_s: {hang_s}
   straggler: {{action: replace}}
@@ -88,6 +90,7 @@ def one(name: str, folder: Path, hang_s: float) -> Run:
         with Trial(folder) as trial:
             names = start(trial, name, hang_s)
             wait_for("training", lambda: len(trial.agents[0].told("step")) >= LEARNED_STEPS, START_S)
+            wait_for("warm workers everywhere", lambda: all(map(is_warm, trial.agents)), START_S)
             node, rank = names[VICTIM]
             when = plant(trial, trial.agents["abc".index(node)], name, fault)
             found = wait_for("fault_detected", lambda: first(trial, fault, when), BOUND_S)
@@ -123,6 +126,11 @@ def start(trial: Trial, name: str, hang_s: float) -> dict[int, tuple[str, int]]:
             trial.wait_training(3, START_S)
     started = wait_for("three started nodes", lambda: _three(events_of(trial, "generation_started")), START_S)
     return {e["ranks"][0]: (e["node_id"], e["ranks"][0]) for e in started}
+
+
+def is_warm(agent: TrialAgent) -> bool:
+    named = {what: set(re.findall(rf"warm worker (\d+) is {what}", agent.log)) for what in ("ready", "replaced")}
+    return bool(named["ready"] - named["replaced"])
 
 
 def _three(events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

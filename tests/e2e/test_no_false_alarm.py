@@ -15,7 +15,7 @@ from tests.e2e.running import running
 
 pytestmark = pytest.mark.e2e
 
-RUNS = int(os.environ.get("LMRES_CLEAN_RUNS", "4"))
+RUNS = int(os.environ.get("LMRES_CLEAN_RUNS", "5"))
 POLICY = """
 detection:
   hang_timeout_s: 20
@@ -26,6 +26,7 @@ detection:
 PROGRAMS = (
     ("epochs.py", "--epochs", "6"),
     ("averages.py",),
+    ("sharded.py", "hsdp", "--steps", "60"),
     ("scout/slow.py", "--steps", "80", "--uneven", "1.0"),
     ("cycle.py",),
 )
@@ -48,8 +49,10 @@ def noise(processes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("number", range(RUNS))
 def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path, number: int) -> None:
-    with noise(2), running(tmp_path, *PROGRAMS[number % len(PROGRAMS)], nnodes="3:4", policy=POLICY) as run:
-        run.cluster.form("a", "b", "c", "s")
+    program = PROGRAMS[number % len(PROGRAMS)]
+    nnodes, nproc = ("2:3", 2) if "hsdp" in program else ("3:4", 1)
+    with noise(2), running(tmp_path, *program, nnodes=nnodes, nproc=nproc, policy=POLICY) as run:
+        run.cluster.form(*("a", "b", "s") if nproc == 2 else ("a", "b", "c", "s"))
         run.assert_bitwise()
         found = run.cluster.all_events("fault_detected")
         assert not found, found

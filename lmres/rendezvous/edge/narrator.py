@@ -239,5 +239,8 @@ class Narrator:
             generation=marks.generation, node_id=self._agent.me.node_id, cause=marks.cause, phases=phases
         )
         self.recovered = (*self.recovered, record)
-        if phases["total_s"] is not None:
+        if marks.first_step_ms is None and self._attach:
+            waited_s = (now_ms() - marks.started_ms) / 1000
+            log.info("generation %d: no optimizer step was seen in %.0f s", marks.generation, waited_s)
+        elif phases["total_s"] is not None:
             log.info("recovered in %.2f s (generation %d)", phases["total_s"], marks.generation)
