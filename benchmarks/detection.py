@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import sys
@@ -91,7 +90,7 @@ def one(name: str, folder: Path, hang_s: float) -> Run:
             names = start(trial, name, hang_s)
             wait_for("training", lambda: len(trial.agents[0].told("step")) >= LEARNED_STEPS, START_S)
             wait_for("warm workers everywhere", lambda: all(map(is_warm, trial.agents)), START_S)
-            node, rank = names[VICTIM]
+            node, rank = names[VICTIM], VICTIM
             when = plant(trial, trial.agents["abc".index(node)], name, fault)
             found = wait_for("fault_detected", lambda: first(trial, fault, when), BOUND_S)
             resumed = trial.resumed(when, BOUND_S)
@@ -106,8 +105,8 @@ def one(name: str, folder: Path, hang_s: float) -> Run:
         return {"failed": str(error)}
 
 
-def start(trial: Trial, name: str, hang_s: float) -> dict[int, tuple[str, int]]:
-    """The node and rank of each slot's worker."""
+def start(trial: Trial, name: str, hang_s: float) -> dict[int, str]:
+    """The node of each rank."""
     port, settings = free_port(), policy(trial.folder, hang_s)
     env = {"FAULT": name, "FAULT_RANK": str(VICTIM), "FAULT_FILE": str(trial.folder / "fault")}
     for agent in "abcs":
@@ -125,7 +124,7 @@ def start(trial: Trial, name: str, hang_s: float) -> dict[int, tuple[str, int]]:
         if agent == "c":  # whoever comes last is the standby
             trial.wait_training(3, START_S)
     started = wait_for("three started nodes", lambda: _three(events_of(trial, "generation_started")), START_S)
-    return {e["ranks"][0]: (e["node_id"], e["ranks"][0]) for e in started}
+    return {e["ranks"][0]: e["node_id"] for e in started}
 
 
 def is_warm(agent: TrialAgent) -> bool:
@@ -203,7 +202,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="logs are kept here; else in a folder that is removed")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    os.environ.pop("FAULT", None)
     found: dict[str, list[Run]] = {name: [] for name in options.faults}
     with tempfile.TemporaryDirectory(prefix="lmres-detection-") as temporary:
         top = options.folder or Path(temporary)

@@ -145,6 +145,8 @@ def _told(line: str) -> Iterator[Told]:
 
 
 def _ended(number: int, _frame: object) -> None:
+    for each in (signal.SIGTERM, signal.SIGHUP):  # once: another must not interrupt the cleaning up
+        signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

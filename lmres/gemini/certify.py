@@ -11,7 +11,9 @@ Two checks, both of what the ranks say of themselves; the hub only compares text
 Who is equal to whom is learned, not declared: ranks of one layout whose digests agreed at the first key that was
 compared, or at the restored one. Ranks that never agreed (a sharded optimizer, parameters of their own) are not
 covered, which is told, and are never accused. So is a group of three or more that all differ from each other, and one
-that differs in the same way when the same steps are made again: that is the program's doing.
+that differs in the same way when the same steps are made again: that is the program's doing. So it is where several
+shards part from their replicas at once: what is wrong on one rank stays in its shard, while a norm that each replica
+has summed up for itself, in another order, changes all of them.
 
 So it is with replays: ranks that agreed on a part of the model are held to it, those that never did are not covered in
 it (a module may hold values of its rank's own). And a rank that goes on differing in a part after its node was replaced
@@ -200,7 +202,11 @@ class Certifier:
         if self._classes is None and prints:
             self._learn(prints, by_layout=True)
         equals = list(self._equals(prints))
-        differing = next((group for group in equals if len({prints[rank].digest for rank in group}) > 1), None)
+        parted = [group for group in equals if len({prints[rank].digest for rank in group}) > 1]
+        if len(parted) > 1 and not any(prints[rank].digest == NOT_FINITE for group in parted for rank in group):
+            self._compare_no_more(f"at {key} whole replicas differ, not one shard")
+            return True
+        differing = parted[0] if parted else None
         if differing is None:
             self._part_by_layout(prints)
             alone = self._everybody - frozenset().union(*equals)
@@ -224,9 +230,7 @@ class Certifier:
         every_one = len(groups) > 2 and all(len(group) == 1 for group in groups) and NOT_FINITE not in digests.values()
         if every_one or digests in (self.questioned.get(key.step), self.differed.get(key.step)):
             why = "all differ from each other" if every_one else "they differ in the same way when it is made again"
-            self._classes = ()
-            everybody = tuple(sorted(self._everybody))
-            self.told.append(Covered(check="state", ranks=(), alone=everybody, reason=f"at {key} {why}"))
+            self._compare_no_more(f"at {key} {why}")
             return True
         self.differing[key] = digests
         if not self._state_found:
@@ -234,6 +238,11 @@ class Certifier:
             spoilt = tuple(sorted(rank for rank in digests if digests[rank] == NOT_FINITE))
             self.findings.append(Finding(check="state", key=key, groups=groups, ranks=spoilt, trusted=safe))
         return not self.holds_back
+
+    def _compare_no_more(self, reason: str) -> None:
+        """It is the program's doing."""
+        self._classes = ()
+        self.told.append(Covered(check="state", ranks=(), alone=tuple(sorted(self._everybody)), reason=reason))
 
     def _learn_base(self, base: Key) -> None:
         prints = self._prints.get(base, {})
@@ -349,7 +358,7 @@ class Certifier:
 
     def _say_unlike(self, part: str, ranks: tuple[int, ...], when: str) -> None:
         reason = f"{part}: these ranks do not compute the same, {when}: taken for the program's doing, not compared"
-        covered = tuple(sorted(self._everybody - frozenset(ranks)))
+        covered = tuple(sorted(self.agreed.get(part, frozenset()) - frozenset(ranks)))
         self.told.append(Covered(check="replay", ranks=covered, alone=ranks, reason=reason))
 
     def _is_programs_doing(self, part: str, groups: tuple[tuple[int, ...], ...], step: int) -> bool:

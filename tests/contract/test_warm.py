@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -21,7 +22,7 @@ from lmres.adapters.watch import VARIABLE as WATCH
 from lmres.adapters.watch import variable_text
 from lmres.rendezvous.edge.workers.process import WorkerProcess
 from lmres.rendezvous.edge.workers.stop import stop_workers
-from lmres.rendezvous.edge.workers.warm import FIRST_GUESS, WarmPool, names_of_report
+from lmres.rendezvous.edge.workers.warm import _MAX_EXCLUDED, FIRST_GUESS, WarmPool, names_of_report
 from lmres.rendezvous.edge.workers.warm_fit import FILE, Launch
 from tests.contract.workers_kit import BOUND_S, Watched, gone, read_when_there, until, wait_gone
 
@@ -408,6 +409,9 @@ def test_the_programs_own_modules_are_never_imported_early(pair: Pair) -> None:
 
 def _installed(pair: Pair, monkeypatch: pytest.MonkeyPatch, text: str) -> dict[str, str]:
     """A package in a site folder: the user's, put into the test's folder."""
+    if sys.prefix != sys.base_prefix:
+        monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))  # a venv has no user's site folder
+        monkeypatch.setattr("lmres.rendezvous.edge.workers.warm.sys.executable", sys.executable)
     base = pair.folder / "base"
     folder = base / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     folder.mkdir(parents=True)
@@ -438,9 +442,6 @@ def _installed(pair: Pair, monkeypatch: pytest.MonkeyPatch, text: str) -> dict[s
 def test_what_an_import_does(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, text: str, changed: dict[str, str], left_out: bool, warm: bool
 ) -> None:
-    if sys.prefix != sys.base_prefix:
-        monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))  # a venv has no user's site folder
-        monkeypatch.setattr("lmres.rendezvous.edge.workers.warm.sys.executable", sys.executable)
     env = {**_installed(pair, monkeypatch, text), "PYTHONPATH": str(Path(__file__).parents[2]), "MASTER_PORT": "1"}
     known = ("json", "random", "threading", "subprocess", "installed_here", "decimal")
     pair.pool.learn(known)
@@ -542,6 +543,26 @@ def test_a_standby_that_has_not_run_the_program(pair: Pair) -> None:
     worker = pair.launch(script, env={"RANK": "3", "MASTER_PORT": "5", "LMRES_SLOT": "3"})
     assert worker.pid in pair.spawned
     assert pair.finish(worker).out == "3\n"
+
+
+def test_a_standby_that_can_not_import_what_others_have(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them looks at what this node does not know yet: the first guess is better than nothing."""
+    own = _installed(pair, monkeypatch, "import os; os.environ.get('RANK')")
+    (folder,) = (pair.folder / "base").glob("lib/*/site-packages")
+    names = [f"installed_{number}" for number in range(_MAX_EXCLUDED + 1)]
+    for name in names:
+        shutil.copy(folder / "installed_here.py", folder / f"{name}.py")
+    script = pair.write("main.py", "import sys; print('installed_0' in sys.modules)")
+    own["PYTHONPATH"] = str(Path(__file__).parents[2])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7", **own}
+    pair.pool.expect({0: Launch(args=(sys.executable, "-u", script), env=bootstrap_env(env), kinds=(FILE, FILE))})
+    assert pair.pool.learn(names, from_elsewhere=True)
+    pair.warm_up()
+    assert pair.pool.modules == FIRST_GUESS and len(pair.spawned) == _MAX_EXCLUDED + 2, pair.pool._said
+    assert not pair.pool.learn(names, from_elsewhere=True)
+    worker = pair.launch(script, env={"RANK": "3", **own})
+    assert worker.pid in pair.spawned
+    assert pair.finish(worker).out == "False\n"
 
 
 def test_spares_die_with_their_agent(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ import sys
 
 TYPE_CHECKING = False  # of ours: importing typing takes longer than all the rest
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from lmres.adapters.bootstrap.session import Session
 
 MAX_NAMES = 8000
+MAX_NAMES_BYTES = 1 << 20
 MAX_REPORT_BYTES = 60 * 1024  # the agent reads lines of 64 KiB
 
 
@@ -61,17 +63,36 @@ def installed_modules() -> list[str]:
     return names[:MAX_NAMES]
 
 
+def pack(names: Sequence[str]) -> bytes | None:
+    """Base64 of zlib of the names joined by spaces; None if that is too long to be sent."""
+    import binascii
+    import zlib
+
+    packed = binascii.b2a_base64(zlib.compress(" ".join(names).encode()), newline=False)
+    return packed if len(packed) <= MAX_REPORT_BYTES else None
+
+
+def unpack(text: Any) -> tuple[str, ...]:
+    """What was packed; empty if it is nothing of the kind."""
+    import binascii
+    import zlib
+
+    try:
+        packed = binascii.a2b_base64(text)
+        names = zlib.decompressobj().decompress(packed, MAX_NAMES_BYTES).decode("utf-8").split(" ")
+    except (TypeError, ValueError, zlib.error):
+        return ()
+    return tuple(name for name in names if all(part.isidentifier() for part in name.split(".")))
+
+
 def report(session: Session) -> None:
-    """Send the names to the agent: ``{"kind": "modules", "names": BASE64 OF ZLIB OF NAMES JOINED BY SPACES}``.
+    """Send the names to the agent: ``{"kind": "modules", "names": PACKED}``.
 
     About a millisecond; never raises.
     """
     try:
-        import binascii
-        import zlib
-
-        packed = binascii.b2a_base64(zlib.compress(" ".join(installed_modules()).encode()), newline=False)
-        if len(packed) <= MAX_REPORT_BYTES:
+        packed = pack(installed_modules())
+        if packed is not None:
             session.send(b'{"kind": "modules", "names": "%s"}' % packed)
     except Exception as error:
         sys.stderr.write(f"lmres: the imported modules are not reported: {error!r}\n")

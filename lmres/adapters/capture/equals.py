@@ -34,7 +34,7 @@ class Equals:
 def _of_any_replica(note: dict[str, Any] | None) -> Any:
     """Where a shard belongs, but not which of its replicas it is."""
     spec = (note or {}).get("shard")
-    if note is None or spec is None:
-        return note
+    if note is None or spec is None or len(spec["coordinate"]) != len(spec["placements"]):
+        return note  # plain, or this rank has no place in the mesh
     place = [at for at, kind in zip(spec["coordinate"], spec["placements"], strict=True) if kind != REPLICATE]
     return {**note, "shard": {**spec, "coordinate": place}}

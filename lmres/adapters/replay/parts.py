@@ -30,25 +30,33 @@ _SHARDED = ("_handle", "_flat_param", "_fsdp_wrapped_module")
 @dataclass(slots=True, eq=False)
 class Part:
     """``seen``: the leaves of what it was called with (a tensor as ``Like``), their tree, and how many elements.
-    ``by_rows``: only the rows of its parameters that this rank holds are computed."""
+    ``by_rows``: only the rows of its parameters that this rank holds are computed, without its hooks.
+    ``gathered``: so many turns in a row its parameters were whole when they were to be computed."""
 
     name: str
     module: Any
     problem: str = ""
     by_rows: bool = False
+    gathered: int = 0
     seen: tuple[list[Any], Any, int] | None = None
 
     def problem_now(self, torch: Any) -> str:
-        """Hooks may have been added."""
+        """Hooks may have been added, parameters replaced."""
         return shards.problem_of_shard(torch, self.module) if self.by_rows else problem_of(torch, self.module)
+
+    def note_gathered(self) -> None:
+        """What is never in shards when its turn comes would pass for ever without being computed."""
+        if self.by_rows and not self.problem:
+            self.gathered = 0 if shards.holds_rows(self.module) else self.gathered + 1
+            self.problem = f"{shards.SHARDED}, and {shards.GATHERED}" if self.gathered > 1 else ""
 
     def to_compute(self, torch: Any) -> Any:
         """The module to be called; None if there is nothing to compute on this rank."""
         if not self.by_rows:
             return self.module
-        leaves = self.seen[0] if self.seen is not None else []
-        dtype = next((leaf.dtype for leaf in leaves if isinstance(leaf, Like) and leaf.grad), None)
-        return shards.rows_of(torch, self.module, dtype)
+        likes = [leaf for leaf in (self.seen[0] if self.seen is not None else []) if isinstance(leaf, Like)]
+        dtype = next((like.dtype for like in likes if like.grad), None)
+        return shards.rows_of(torch, self.module, dtype=dtype, device=likes[0].device if likes else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +124,14 @@ def _parts(torch: Any, index: int, root: Any) -> Iterator[Part]:
         if id(module) in shut:
             continue
         shown = f"{index}.{name}" if index else name or type(module).__name__
-        why = "it is compiled" if _is_compiled(module) else _wrapped(torch, module)
-        if why and not shards.is_fully_sharded(module):
+        compiled = _is_compiled(module)
+        why = "it is compiled" if compiled else _wrapped(torch, module)
+        if compiled or (why and not shards.is_fully_sharded(module)):
             shut |= {id(m) for m in module.modules()}
             yield Part(shown, module, why)
             continue
         children = any(True for _ in module.children())
-        if shards.holds_rows(module) and not children:
+        if not children and (shards.holds_rows(module) or _is_managed(module)):
             yield Part(shown, module, shards.problem_of_shard(torch, module), by_rows=True)
             continue
         if shards.kind_of(module).__name__ in _CONTAINERS or (module is inner and children):
@@ -132,6 +141,13 @@ def _parts(torch: Any, index: int, root: Any) -> Iterator[Part]:
         yield Part(shown, module, problem_of(torch, module))
 
 
+def _is_managed(module: Any) -> bool:
+    """FSDP2 cares for its parameters, whether they are gathered at the moment or not. (FSDP1 marks modules so too.)"""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    flattened = any(getattr(p, "_fsdp_flattened", False) for p in parameters)
+    return bool(parameters) and not flattened and getattr(module, "_is_fsdp_managed_module", False) is True
+
+
 def _is_parallel(root: Any) -> bool:
     """torch's own: its modules can be computed without it, and gradients that are asked for do not reach its hooks."""
     kinds = [kind for kind in type(root).__mro__ if kind.__name__ == "DistributedDataParallel"]
@@ -139,7 +155,9 @@ def _is_parallel(root: Any) -> bool:
 
 
 def _is_compiled(module: Any) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        shards.kind_of(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _wrapped(torch: Any, module: Any) -> str:

@@ -10,10 +10,16 @@ from collections import OrderedDict
 from typing import Any
 
 SHARDED = "it is sharded"
+GATHERED = "its parameters stay gathered between the steps"
 _FULLY_SHARDED = "FSDPModule"
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks"),
+_ALL_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
 )
 
 
@@ -22,7 +28,7 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def holds_rows(module: Any) -> bool:
-    """It, or a module above it, was given to ``fully_shard``."""
+    """Some parameter of its own is sharded now."""
     return any(map(is_sharded, module._parameters.values()))
 
 
@@ -32,26 +38,36 @@ def is_fully_sharded(module: Any) -> bool:
 
 
 def kind_of(module: Any) -> type:
-    """Its class before ``fully_shard`` changed it."""
+    """Its class before ``fully_shard`` changed it, which puts one of its own and ``FSDPModule`` in front."""
     above = type(module).__mro__
-    return above[2] if len(above) > 2 and above[1].__name__ == _FULLY_SHARDED else above[0]
+    if not is_fully_sharded(module):
+        return above[0]
+    last = max(i for i, kind in enumerate(above) if kind.__name__ == _FULLY_SHARDED)
+    return above[last + 1]
 
 
 def problem_of_shard(torch: Any, module: Any) -> str:
-    """Why the rows of this module can not be computed by themselves; empty if they can."""
+    """Why the rows of this module can not be computed by themselves; empty if they can, or if it can not be told now
+    because its parameters are gathered."""
     if kind_of(module) not in _kinds(torch) or "forward" in vars(module):
         return f"{SHARDED}, and only plain linear layers, convolutions and embeddings are computed by their rows"
     if getattr(module, "groups", 1) != 1 or getattr(module, "max_norm", None) is not None:
         return f"{SHARDED}, and its rows are no layer of their own"
-    for parameter in module._parameters.values():
-        if parameter is not None and not _is_by_rows(parameter):
-            return f"{SHARDED} in another way than by its rows"
+    if not module._parameters.keys() <= {"weight", "bias"} or "weight" in vars(module):
+        return f"{SHARDED}, and its weight is made of something else"
+    held = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not any(map(is_sharded, held)):
+        return ""
+    if not all(_is_by_rows(torch, parameter) for parameter in held):
+        return f"{SHARDED} in another way than by its rows"
+    if not any(map(_has_replicas, held)):
+        return f"{SHARDED}, and nobody else holds the same rows"
     return ""
 
 
-def rows_of(torch: Any, module: Any, dtype: Any) -> Any:
-    """A layer of the rows that this rank holds now, on the same memory if they are of the type ``dtype`` (None: any),
-    without hooks. None if it holds no rows, or the parameters are gathered at the moment."""
+def rows_of(torch: Any, module: Any, *, dtype: Any, device: Any) -> Any:
+    """A layer of the rows that this rank holds now, without hooks; on the same memory if they are of this type and on
+    this device (None: whatever they are). None if it holds no rows, or the parameters are gathered at the moment."""
     held: dict[str, Any] = {}
     for name, parameter in module._parameters.items():
         held[name] = None
@@ -59,12 +75,12 @@ def rows_of(torch: Any, module: Any, dtype: Any) -> Any:
             local = getattr(parameter, "_local_tensor", None)
             if local is None or not local.numel():
                 return None
-            local = local.detach() if dtype is None else local.detach().to(dtype)
+            local = local.detach().to(device=device or local.device, dtype=dtype or local.dtype)
             held[name] = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
     kind: Any = kind_of(module)
     layer = kind.__new__(kind)
     vars(layer).update(vars(module))
-    vars(layer).update({hooks: OrderedDict() for hooks in _HOOKS}, _parameters=held)
+    vars(layer).update({hooks: OrderedDict() for hooks in _ALL_HOOKS}, _parameters=held, _compiled_call_impl=None)
     if kind is torch.nn.Embedding:
         vars(layer).update(num_embeddings=len(held["weight"]), padding_idx=None)
     return layer
@@ -75,11 +91,15 @@ def _kinds(torch: Any) -> tuple[type, ...]:
     return nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding
 
 
-def _is_by_rows(parameter: Any) -> bool:
-    placements = getattr(parameter, "placements", None)
-    if placements is None:
+def _is_by_rows(torch: Any, parameter: Any) -> bool:
+    if type(getattr(parameter, "_local_tensor", None)) is not torch.Tensor:
         return False
     return all(
         type(place).__name__ == "Replicate" or (type(place).__name__ == "Shard" and place.dim == 0)
-        for place in placements
+        for place in parameter.placements
     )
+
+
+def _has_replicas(parameter: Any) -> bool:
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return any(type(place).__name__ == "Replicate" and size > 1 for place, size in sizes)

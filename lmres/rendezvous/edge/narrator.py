@@ -241,6 +241,9 @@ class Narrator:
         self.recovered = (*self.recovered, record)
         if marks.first_step_ms is None and self._attach:
             waited_s = (now_ms() - marks.started_ms) / 1000
-            log.info("generation %d: no optimizer step was seen in %.0f s", marks.generation, waited_s)
+            text = "generation %d: no optimizer step was seen in %.0f s"
+            log.info(
+                text + (" before the next plan" if waited_s * 1000 < FIRST_STEP_MS else ""), marks.generation, waited_s
+            )
         elif phases["total_s"] is not None:
             log.info("recovered in %.2f s (generation %d)", phases["total_s"], marks.generation)

@@ -40,11 +40,11 @@ from lmres.rendezvous.edge.detectors import Detectors
 from lmres.rendezvous.edge.driver import LEAVE_S, Driver
 from lmres.rendezvous.edge.events import EventLog
 from lmres.rendezvous.edge.host import default_node_id, read_host_identity
-from lmres.rendezvous.edge.imports import Imports
 from lmres.rendezvous.edge.master_port import MasterPort
 from lmres.rendezvous.edge.narrator import Narrator
 from lmres.rendezvous.edge.neighbours import Neighbours
 from lmres.rendezvous.edge.registration import boot_name, make_member, make_settings, process_is_dead
+from lmres.rendezvous.edge.shared_imports import SharedImports
 from lmres.rendezvous.edge.state_dir import default_state_dir, lock_state_dir, prepare_state_dir, write_private_json
 from lmres.rendezvous.edge.stores.file import FileStore
 from lmres.rendezvous.edge.stores.tcp import TcpStore
@@ -94,7 +94,7 @@ class Node:
         self.events = EventLog(self.state_dir / "events.jsonl", run_id=options.run_id, node_id=self.node_id)
         self._token = uuid.uuid4().hex
         self._warm: WarmPool | None = None
-        self._imports: Imports | None = None
+        self._imports: SharedImports | None = None
         self._safe: safekeeping.Safekeeping | None = None
         self._parked = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -183,7 +183,7 @@ class Node:
                 token_length=len(self._token), on_spawn=self._guardian.register, on_gone=self._guardian.unregister
             )
             self._warm.expect(launches)
-            self._imports = Imports(warm=self._warm, store=self._store, key=lambda: self._agent.keys.imports)
+            self._imports = SharedImports(warm=self._warm, store=self._store, key=lambda: self._agent.keys.imports)
         if Checkpointing.of(self.policy if self._attach else None).enabled:
             self._safe = safekeeping.Safekeeping(
                 policy=self.policy,
@@ -526,8 +526,6 @@ class Node:
         if parked and not self._parked and self._warm is not None:
             self._warm.refill(paced=False)  # nothing else runs here
         self._parked = parked
-        if self._imports is not None:
-            self._imports.follow(outcome, now_ms())
         if outcome.end is not None and outcome.end.run_over and outcome.end.exit_code == 0:
             self._crew.show_success()
         elif self._must_stop(outcome):
@@ -537,6 +535,8 @@ class Node:
         with self._changed:
             self._outcome = outcome
             self._changed.notify_all()
+        if self._imports is not None and not self._must_stop(outcome):
+            self._imports.follow(outcome, now_ms())
 
     def _fail(self, error: BaseException) -> None:
         """Whatever ended a thread of ours: kept for the main thread, workers stopped."""

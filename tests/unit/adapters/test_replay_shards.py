@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmres.adapters.replay.parts import Parts
+from lmres.adapters.replay.shards import holds_rows
 from tests.unit.adapters.test_replay import Rank
 
 
@@ -96,15 +98,71 @@ def test_it_is_computed_in_the_type_that_the_program_computes_in(rank: int) -> N
     assert names(said)[1] == "body.0 (Linear) of 4x8 bfloat16"
 
 
+def mesh_of(*shape: int) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def problems(model: nn.Module) -> dict[str, str]:
+    return {part.name: part.problem for part in Parts.of(torch, [model]).all}
+
+
+def pruned() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    nn.utils.prune.identity(layer, "weight")
+    return layer
+
+
+def compiled() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.compile(backend="eager")
+    return layer
+
+
 @pytest.mark.parametrize(
-    ("layer", "reason"),
+    ("make", "reason"),
     [
-        (nn.Embedding(8, 4, max_norm=1.0), "its rows are no layer of their own"),
-        (nn.Conv1d(4, 4, 1, groups=2), "its rows are no layer of their own"),
-        (type("Own", (nn.Linear,), {})(4, 4), "only plain linear layers"),
+        (lambda: nn.Embedding(8, 4, max_norm=1.0), "its rows are no layer of their own"),
+        (lambda: nn.Conv1d(4, 4, 1, groups=2), "its rows are no layer of their own"),
+        (lambda: type("Own", (nn.Linear,), {})(4, 4), "only plain linear layers"),
+        (pruned, "its weight is made of something else"),
+        (compiled, "it is compiled"),
+        (lambda: torch.compile(nn.Linear(4, 4), backend="eager"), "it is compiled"),
     ],
 )
-def test_what_is_no_layer_by_its_rows_is_not_computed(rank: int, layer: nn.Module, reason: str) -> None:
-    model = fully_shard(nn.Sequential(layer, nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (4,)))
-    problems = {part.name: part.problem for part in Parts.of(torch, [model]).all}
-    assert reason in problems["0"] and problems["1"] == ""
+@pytest.mark.parametrize("itself", [False, True])
+def test_what_is_no_layer_by_its_rows_is_not_computed(
+    rank: int, make: Callable[[], nn.Module], reason: str, itself: bool
+) -> None:
+    layer = make()
+    if itself:
+        fully_shard(layer, mesh=mesh_of(2, 2))
+    found = problems(fully_shard(nn.Sequential(layer, nn.Linear(4, 4)), mesh=mesh_of(2, 2)))
+    assert reason in found["0"] and found["1"] == ""
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_where_nobody_holds_the_same_rows_nothing_is_computed(rank: int, shape: tuple[int, ...]) -> None:
+    found = problems(fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh_of(*shape)))
+    assert found == {"0": "it is sharded, and nobody else holds the same rows"}
+
+
+def test_what_is_gathered_at_one_boundary_is_computed_at_the_next(rank: int) -> None:
+    """An evaluation leaves the parameters of the root gathered."""
+    model = Rank(sharded())
+    model.train(1)
+    model.model.eval()
+    with torch.no_grad():
+        model.model(torch.randint(11, (4, 5)))
+    model.model.train()
+    assert "lonely" not in [name for name, module in model.model.named_modules() if holds_rows(module)]
+    said = model.train(12)
+    assert {one["what"].split(" ")[0] for one in said} >= {"lonely", "image", "words"}
+    assert model.covered[0][:2] == (5, 6)
+
+
+def test_what_stays_gathered_is_told_and_not_passed_for_ever(rank: int) -> None:
+    model = Rank(sharded())
+    root: Any = model.model
+    root.set_reshard_after_backward(False)
+    model.train(14)
+    assert any("stay gathered" in why for _, _, why in model.covered)

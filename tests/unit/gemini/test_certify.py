@@ -310,6 +310,31 @@ def test_the_shards_of_a_layer_are_compared_each_with_its_own_replicas() -> None
     assert group.findings()[0].groups == ((1,), (3,))
 
 
+def test_a_flipped_bit_stays_in_its_shard() -> None:
+    group, odd = Group(4), {1: "odd", 3: "odd"}
+    group.step(1, odd)
+    group.step(2, {**odd, 3: "flipped"})
+    assert group.findings()[0].groups == ((1,), (3,)) and group.safe == key(1)
+
+
+def test_whole_replicas_that_differ_are_the_programs_doing() -> None:
+    """Each has summed up the norm for itself, in another order."""
+    group, odd = Group(4), {1: "odd", 3: "odd"}
+    group.step(1, odd)
+    group.step(2, {1: "odd", 2: "other", 3: "other too"})
+    assert group.findings() == [] and group.safe == key(2)
+    assert "whole replicas differ" in group.told()[-1].reason
+    group.step(3, {2: "more"})
+    assert group.safe == key(3) and group.hub.verdict().verified == ()
+
+
+def test_only_those_that_have_agreed_are_said_to_be_covered() -> None:
+    group, odd = Group(4), {1: "odd", 3: "odd"}
+    group.replayed(1, 0, differs={1: "odd", 3: "its own"}, state=odd)
+    (told,) = [t for t in group.told() if t.reason]
+    assert (told.ranks, told.alone) == ((0, 2), (1, 3))
+
+
 def test_a_rank_that_comes_to_hold_other_tensors_is_no_equal_any_more() -> None:
     group = Group()
     group.replayed(1, 0)

@@ -18,7 +18,6 @@ beforehand (``bootstrap.warm_main`` is the other side): the worker's own command
 
 from __future__ import annotations
 
-import binascii
 import contextlib
 import json
 import logging
@@ -30,7 +29,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lmres.adapters.bootstrap import ONPATH
-from lmres.adapters.bootstrap.modules import MAX_NAMES
+from lmres.adapters.bootstrap.modules import MAX_NAMES, unpack
 from lmres.adapters.bootstrap.warm_main import ALL_NAMES, FD_VARIABLE, LENGTH, MARK_VARIABLE, MAX_MESSAGE_BYTES
 from lmres.rendezvous.edge.workers.process import Gate, Link, WorkerPlace, WorkerProcess, start_tied
 from lmres.rendezvous.edge.workers.proctree import TOKEN_VARIABLE, read_process
@@ -69,7 +67,6 @@ PACE = 1.0
 
 _ONPATH_WARM = str(Path(ONPATH).with_name("onpath_warm"))
 _PROCESS_BYTES = 512 * 1024**2
-_MAX_NAMES_BYTES = 1024**2
 _MAX_EXCLUDED = 12
 _TRIES = 3
 _HAND_OVER_S = 0.25
@@ -117,6 +114,7 @@ class WarmPool:
         self._handed_over: deque[_Spare] = deque()
         self._modules: tuple[str, ...] = FIRST_GUESS
         self._learned = False
+        self._from_elsewhere = self._gave_up = False
         self._excluded: dict[str, str] = {}
         self._tries_left = 0
         self._pace = PACE
@@ -153,11 +151,15 @@ class WarmPool:
             for local_rank, launch in launches.items():
                 self._launches.setdefault(local_rank, launch)
 
-    def learn(self, modules: Iterable[str]) -> bool:
+    def learn(self, modules: Iterable[str], *, from_elsewhere: bool = False) -> bool:
         """The modules that a worker of the running program has imported, in their order. True: some are new, and the
-        next ``refill`` replaces the processes that lack them."""
+        next ``refill`` replaces the processes that lack them. ``from_elsewhere``: on another node; if too many of them
+        can not be imported before this node knows its place in the group, the first guess is good enough."""
         names = tuple(modules)
         with self._lock:
+            if from_elsewhere and self._gave_up:
+                return False
+            self._from_elsewhere = from_elsewhere
             known = self._modules if self._learned else ()
             new = tuple(name for name in names if name not in set(known))[: MAX_NAMES - len(known)]
             if not new:
@@ -444,11 +446,21 @@ class WarmPool:
 
     def _exclude(self, name: str | None, reason: str) -> None:
         if name is None or len(self._excluded) >= _MAX_EXCLUDED:
-            self._stop(reason)
+            if self._from_elsewhere and not self._gave_up:
+                self._forget_the_rest(reason)
+            else:
+                self._stop(reason)
             return
         self._say(f"exclude {name}", f"{name} is left to the workers to import: {reason}")
         self._excluded[name] = reason
         self._tries_left += 1  # found out something: not a failure
+        self._wanted = True
+
+    def _forget_the_rest(self, reason: str) -> None:
+        with self._lock:
+            self._modules, self._learned, self._gave_up = FIRST_GUESS, False, True
+        self._say("stop", f"what others have imported is not imported here beforehand: {reason}")
+        self._tries_left = _TRIES
         self._wanted = True
 
     def _stop(self, reason: str) -> None:
@@ -515,13 +527,7 @@ def _not_waiting(spare: _Spare) -> str | None:
 
 def names_of_report(message: Mapping[str, Any]) -> tuple[str, ...]:
     """The module names in a worker's ``{"kind": "modules"}`` report; empty if it is not one."""
-    try:
-        unpack = zlib.decompressobj()
-        text = unpack.decompress(binascii.a2b_base64(message["names"]), _MAX_NAMES_BYTES)
-        names = text.decode("utf-8").split(" ")
-    except (KeyError, TypeError, ValueError, zlib.error):
-        return ()
-    return tuple(name for name in names if all(part.isidentifier() for part in name.split(".")))
+    return unpack(message.get("names"))
 
 
 # -- messages -----------------------------------------------------------------------------------------------
