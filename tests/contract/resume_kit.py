@@ -279,7 +279,8 @@ def _life_of_rank(job: dict[str, Any], rank: int, port: int) -> int:
     try:
         if job["mode"] != "clean":
             attachment = _attach(job, rank)
-        runpy.run_path(job["program"], run_name="__main__")
+        # Kept until the process ends: torch may block for ever when a process group's last user is taken down.
+        job["globals"] = runpy.run_path(job["program"], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

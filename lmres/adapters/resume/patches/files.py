@@ -97,7 +97,7 @@ class Files:
             target = args[place] if len(args) > place else None
             if self._through:
                 return original(*args, **kwargs)
-            if target is not None and (self._is_scratch(target) or _in_tempfile()):
+            if target is not None and (self._is_scratch(target, kwargs.get("dir_fd")) or _in_tempfile()):
                 return self._pass(original, args, kwargs)
             return target if place else None
 
@@ -126,10 +126,17 @@ class Files:
 
     # -- what the program makes for a moment --------------------------------------------------------------------------
 
-    def _is_scratch(self, path: Any) -> bool:
+    def _is_scratch(self, path: Any, folder: int | None = None) -> bool:
+        """``folder``: the descriptor that a relative path starts from, as when a tree is removed."""
         if not self._scratch or not isinstance(path, (str, bytes, os.PathLike)):
             return False
-        whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+        whole = os.fsdecode(path)
+        if folder is not None:
+            try:
+                whole = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), whole)  # noqa: PTH115, PTH118
+            except OSError:
+                return False
+        whole = os.path.abspath(whole)  # noqa: PTH100
         return any(whole == made or whole.startswith(made + os.sep) for made in self._scratch)
 
     def _watch_temporary(self, replace: Replace) -> None:
