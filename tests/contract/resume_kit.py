@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import itertools
 import json
 import os
@@ -276,10 +277,10 @@ def _life_of_rank(job: dict[str, Any], rank: int, port: int) -> int:
     sys.argv = [job["program"], *job["arguments"]]
     sys.path[:1] = [str(Path(job["program"]).parent), str(COMMON)]
     code, attachment = 0, None
+    _keep_groups(job)
     try:
         if job["mode"] != "clean":
             attachment = _attach(job, rank)
-        # Kept until the process ends: torch may block for ever when a process group's last user is taken down.
         job["globals"] = runpy.run_path(job["program"], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -292,6 +293,20 @@ def _life_of_rank(job: dict[str, Any], rank: int, port: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _keep_groups(job: dict[str, Any]) -> None:
+    """Until the process ends: torch may block for ever when the last user of a gloo group is taken down."""
+    import torch.distributed as dist
+
+    begin = dist.init_process_group
+
+    @functools.wraps(begin)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        begin(*args, **kwargs)
+        job.setdefault("groups", []).append(dist.group.WORLD)
+
+    dist.init_process_group = init_process_group
 
 
 def _attach(job: dict[str, Any], rank: int) -> Any:
