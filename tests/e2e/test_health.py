@@ -78,7 +78,7 @@ def test_an_active_node_is_replaced_between_two_steps(tmp_path: Path, program: s
 def test_a_drained_node_is_replaced_without_loss_too(tmp_path: Path) -> None:
     from lmres.cli.main import main
 
-    with running(tmp_path, "epochs.py", nproc=2) as run:
+    with running(tmp_path, "epochs.py", "--epochs", "6", nproc=2) as run:
         a, b, s = run.cluster.form("a", "b", "s")
         run.wait_steps(5)
         run_options = ["--rdzv-endpoint", run.cluster.endpoint, "--rdzv-id", run.cluster.run_id]

@@ -74,6 +74,7 @@ class SharedImports:
         found = [entry.value for read in result.reads for entry in read] if result is not None else []
         names = unpack(found[0]) if found else ()
         if names and self._warm.learn(names, from_elsewhere=True):
+            log.debug("the running program imports %d modules", len(names))
             self._warm.refill(paced=False)
         return bool(names)
 
