@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import cell, events_of, one, summary
-from benchmarks.products import HERE, START_S, Product, torchrun
+from benchmarks.products import HERE, START_S, Product, torchrun, wait_warm
 from lmres.cli.trial import PROGRAM, Trial, free_port, lmres_command, store_pid, wait_for
 
 SLEEPS = str(HERE / "sleeps.py")
@@ -171,8 +171,7 @@ def overhead(by_name: Products, runs: int, top: Path) -> tuple[dict[str, Any], l
                 _start(by_name["lmres"], trial, "ab", "2:2", program=str(PROGRAM), policy=policy)
                 trial.wait_training(2, START_S)
                 if name == "with":
-                    ready = lambda trial=trial: all("is ready, " in a.log for a in trial.agents)  # noqa: E731
-                    wait_for("warm workers", ready, START_S)
+                    wait_warm(trial)
                 else:
                     time.sleep(10)
                 time.sleep(WINDOW_S)

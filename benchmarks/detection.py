@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.measure import Run, cell, events_of, show
-from benchmarks.products import HERE, START_S
+from benchmarks.products import HERE, START_S, wait_warm
 from lmres.cli.trial import Trial, TrialAgent, free_port, lmres_command, store_pid, wait_for
 from lmres.errors import LmresError
 
@@ -89,7 +88,7 @@ def one(name: str, folder: Path, hang_s: float) -> Run:
         with Trial(folder) as trial:
             names = start(trial, name, hang_s)
             wait_for("training", lambda: len(trial.agents[0].told("step")) >= LEARNED_STEPS, START_S)
-            wait_for("warm workers everywhere", lambda: all(map(is_warm, trial.agents)), START_S)
+            wait_warm(trial)
             node, rank = names[VICTIM], VICTIM
             when = plant(trial, trial.agents["abc".index(node)], name, fault)
             found = wait_for("fault_detected", lambda: first(trial, fault, when), BOUND_S)
@@ -125,11 +124,6 @@ def start(trial: Trial, name: str, hang_s: float) -> dict[int, str]:
             trial.wait_training(3, START_S)
     started = wait_for("three started nodes", lambda: _three(events_of(trial, "generation_started")), START_S)
     return {e["ranks"][0]: e["node_id"] for e in started}
-
-
-def is_warm(agent: TrialAgent) -> bool:
-    named = {what: set(re.findall(rf"warm worker (\d+) is {what}", agent.log)) for what in ("ready", "replaced")}
-    return bool(named["ready"] - named["replaced"])
 
 
 def _three(events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

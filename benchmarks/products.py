@@ -7,6 +7,7 @@ adapted one; NVIDIA's launcher sees hangs only in programs that send heartbeats,
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -110,6 +111,16 @@ def _in_turn(
             trial.wait_training(2, START_S)
 
 
+def wait_warm(trial: Trial) -> None:
+    """Until each agent has a warm worker that stays; their log level is debug."""
+    wait_for("warm workers everywhere", lambda: all(map(_is_warm, trial.agents)), START_S)
+
+
+def _is_warm(agent: TrialAgent) -> bool:
+    named = {what: set(re.findall(rf"warm worker (\d+) is {what}", agent.log)) for what in ("ready", "replaced")}
+    return bool(named["ready"] - named["replaced"])
+
+
 def _listens(agent: TrialAgent, port: int) -> bool:
     if agent.process.poll() is not None:
         raise TrialFailed(f"{agent.name} has ended; the end of its log:\n{agent.log[-2000:]}")
@@ -138,7 +149,7 @@ def _start_lmres(product: Product, trial: Trial, fault: str, env: Mapping[str, s
         for name in "abc"
     }
     _in_turn(trial, port, commands, env)
-    wait_for("warm workers everywhere", lambda: all("is ready, " in a.log for a in trial.agents), START_S)
+    wait_warm(trial)
 
 
 def torchrun(product: Product, nnodes: str, backend: str, port: int, run_id: str, *more: str) -> list[str]:

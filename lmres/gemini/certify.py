@@ -206,15 +206,14 @@ class Certifier:
         if len(parted) > 1 and not any(prints[rank].digest == NOT_FINITE for group in parted for rank in group):
             self._compare_no_more(f"at {key} whole replicas differ, not one shard")
             return True
-        differing = parted[0] if parted else None
-        if differing is None:
+        if not parted:
             self._part_by_layout(prints)
             alone = self._everybody - frozenset().union(*equals)
             if equals and not alone and all(prints[rank].finite for rank in self._everybody):
                 self.verified = {*sorted(self.verified)[-_MAX_KEYS:], key}
             self._answer_question(key, {rank: prints[rank].digest for group in equals for rank in group})
             return True
-        return self._differs(key, {rank: prints[rank].digest for rank in differing}, safe)
+        return self._differs(key, {rank: prints[rank].digest for rank in parted[0]}, safe)
 
     def _look_for_spoilt(self, safe: Key | None) -> None:
         """A bit flipped in an exponent: one rank has no image to show, since it is not finite, and its equals have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmres.adapters.bootstrap import protect, watching
 from lmres.rendezvous.edge.workers.warm_command import (
     LAUNCH_VARIABLES,
     Program,
@@ -79,6 +80,7 @@ def test_an_interpreter_that_talks_about_its_imports() -> None:
 
 
 def test_only_what_a_rank_is_told_may_differ() -> None:
+    assert {protect.VARIABLE, watching.VARIABLE} <= LAUNCH_VARIABLES, "what an agent adds to each launch"
     started = {**dict.fromkeys(LAUNCH_VARIABLES, "1"), "A": "1"}
     assert difference(started, dict(started), set(started), True) is None
     for name in LAUNCH_VARIABLES:

@@ -240,10 +240,8 @@ class Narrator:
         )
         self.recovered = (*self.recovered, record)
         if marks.first_step_ms is None and self._attach:
-            waited_s = (now_ms() - marks.started_ms) / 1000
-            text = "generation %d: no optimizer step was seen in %.0f s"
-            log.info(
-                text + (" before the next plan" if waited_s * 1000 < FIRST_STEP_MS else ""), marks.generation, waited_s
-            )
+            waited_ms = now_ms() - marks.started_ms
+            until = " before the next plan" if waited_ms < FIRST_STEP_MS else ""
+            log.info("generation %d: no optimizer step was seen in %.0f s%s", marks.generation, waited_ms / 1000, until)
         elif phases["total_s"] is not None:
             log.info("recovered in %.2f s (generation %d)", phases["total_s"], marks.generation)

@@ -59,12 +59,11 @@ class SharedImports:
         names = self._warm.learned
         if names == self._told:
             return True
-        text = pack(names)
-        if (
-            text is not None
-            and self._transact(Txn(success=(Put(key=self._key(), value=text.decode("ascii")),))) is None
-        ):
-            return False
+        packed = pack(names)
+        if packed is not None:
+            put = Put(key=self._key(), value=packed.decode("ascii"))
+            if self._transact(Txn(success=(put,))) is None:
+                return False
         self._told = names
         return True
 
