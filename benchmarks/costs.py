@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import cell, events_of, one, summary
-from benchmarks.products import HERE, START_S, Product, torchrun, wait_warm
+from benchmarks.products import HERE, START_S, Product, start_agents, torchrun, wait_warm
 from lmres.cli.trial import PROGRAM, Trial, free_port, lmres_command, store_pid, wait_for
 
 SLEEPS = str(HERE / "sleeps.py")
@@ -100,44 +100,11 @@ def _launch_command(product: Product, name: str, trial: Trial, port: int) -> lis
     )
 
 
-def _start(
-    product: Product,
-    trial: Trial,
-    names: str,
-    nnodes: str,
-    *,
-    program: str = SLEEPS,
-    policy: Path | None,
-    endpoint_of: Callable[[str, int], tuple[int, str]] = lambda _name, port: (port, "true"),
-) -> int:
-    """Agents of this backend, the first of which hosts the store. Returns the store's port."""
-    port = free_port()
-    active = int(nnodes.split(":", maxsplit=1)[0])
-    for name in names:
-        at, host = endpoint_of(name, port)
-        command = lmres_command(
-            name,
-            folder=trial.folder,
-            endpoint=f"127.0.0.1:{at}",
-            run_id=trial.token[:8],
-            nnodes=nnodes,
-            policy=policy,
-            python=product.python,
-            program=[program],
-            conf={"is_host": host if name == names[0] else "false"},
-        )
-        agent = trial.start(name, command)
-        if name == names[0]:
-            wait_for("the store", lambda agent=agent: store_pid(agent), START_S)  # type: ignore[misc]
-    wait_for("all workers", lambda: len({t.pid for t in trial.told("life")}) >= active, START_S)
-    return port
-
-
 def decision(by_name: Products, runs: int, top: Path) -> tuple[dict[str, Any], list[list[str]]]:
     """8 agents on this host, sleeping programs, a worker is killed: from the first fault_detected to plan_committed."""
     found: list[dict[str, float]] = []
     with Trial(top) as trial:
-        _start(by_name["lmres"], trial, "abcdefgh"[:AGENTS], f"{AGENTS}:{AGENTS}", policy=_policy(top))
+        start_agents(trial, "abcdefgh"[:AGENTS], f"{AGENTS}:{AGENTS}", by_name["lmres"].python, [SLEEPS], _policy(top))
         time.sleep(10)
         for number in range(max(runs, 3)):
             generation = number + 1
@@ -168,7 +135,7 @@ def overhead(by_name: Products, runs: int, top: Path) -> tuple[dict[str, Any], l
         for name, measured in found.items():
             with Trial(top / f"{name}-{number}") as trial:
                 policy = _policy(trial.folder) if name == "with" else None
-                _start(by_name["lmres"], trial, "ab", "2:2", program=str(PROGRAM), policy=policy)
+                start_agents(trial, "ab", "2:2", by_name["lmres"].python, [str(PROGRAM)], policy)
                 trial.wait_training(2, START_S)
                 if name == "with":
                     wait_warm(trial)
@@ -264,7 +231,7 @@ def rest(by_name: Products, runs: int, top: Path) -> tuple[dict[str, Any], list[
         return doors[name].port, "false"
 
     with Trial(top) as trial:
-        _start(by_name["lmres"], trial, "abc", "2:3", policy=_policy(top), endpoint_of=endpoint_of)
+        start_agents(trial, "abc", "2:3", by_name["lmres"].python, [SLEEPS], _policy(top), endpoint_of=endpoint_of)
         time.sleep(20)
         processes = _processes(trial)
         before = {key: sum(p.cpu_times()[:2]) for key, p in processes.items()}

@@ -28,8 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.measure import Run, cell, events_of, show
-from benchmarks.products import HERE, START_S, wait_warm
-from lmres.cli.trial import Trial, TrialAgent, free_port, lmres_command, store_pid, wait_for
+from benchmarks.products import HERE, START_S, start_agents, wait_warm
+from lmres.cli.trial import Trial, TrialAgent, store_pid, wait_for
 from lmres.errors import LmresError
 
 PROGRAM = str(HERE / "faulty.py")
@@ -86,48 +86,33 @@ def one(name: str, folder: Path, hang_s: float) -> Run:
     fault = FAULTS[name]
     try:
         with Trial(folder) as trial:
-            names = start(trial, name, hang_s)
+            victim = start(trial, name, hang_s)
             wait_for("training", lambda: len(trial.agents[0].told("step")) >= LEARNED_STEPS, START_S)
             wait_warm(trial)
-            node, rank = names[VICTIM], VICTIM
-            when = plant(trial, trial.agents["abc".index(node)], name, fault)
+            when = plant(trial, victim, name, fault)
             found = wait_for("fault_detected", lambda: first(trial, fault, when), BOUND_S)
             resumed = trial.resumed(when, BOUND_S)
             told = [e for e in events_of(trial, "fault_detected") if e["time"] >= when]
             return {
                 "told_s": found["time"] - when,
                 "step_s": None if resumed is None else resumed.step_s,
-                "right": is_right(found, node, rank),
-                "false": sorted({e["detail"] for e in told if not is_known(e, fault, node, rank)}),
+                "right": is_right(found, victim.name),
+                "false": sorted({e["detail"] for e in told if not is_known(e, fault, victim.name)}),
             }
     except (LmresError, OSError) as error:
         return {"failed": str(error)}
 
 
-def start(trial: Trial, name: str, hang_s: float) -> dict[int, str]:
-    """The node of each rank."""
-    port, settings = free_port(), policy(trial.folder, hang_s)
+def start(trial: Trial, name: str, hang_s: float) -> TrialAgent:
+    """The agent of the rank that will go wrong."""
     env = {"FAULT": name, "FAULT_RANK": str(VICTIM), "FAULT_FILE": str(trial.folder / "fault")}
-    for agent in "abcs":
-        command = lmres_command(
-            agent,
-            folder=trial.folder,
-            endpoint=f"127.0.0.1:{port}",
-            run_id=trial.token[:8],
-            nnodes="3:4",
-            policy=settings,
-            program=[PROGRAM],
-            conf={"is_host": "true" if agent == "a" else "false"},
-        )
-        trial.start(agent, command, env)
-        if agent == "c":  # whoever comes last is the standby
-            trial.wait_training(3, START_S)
-    started = wait_for("three started nodes", lambda: _three(events_of(trial, "generation_started")), START_S)
-    return {e["ranks"][0]: e["node_id"] for e in started}
+    start_agents(trial, "abcs", "3:4", sys.executable, [PROGRAM], policy(trial.folder, hang_s), env=env)
 
+    def victim() -> TrialAgent | None:
+        node = next((e["node_id"] for e in events_of(trial, "generation_started") if VICTIM in e["ranks"]), None)
+        return next((agent for agent in trial.agents if agent.name == node), None)
 
-def _three(events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    return events if len(events) == 3 else None
+    return wait_for("the victim's start", victim, START_S)
 
 
 def plant(trial: Trial, victim: TrialAgent, name: str, fault: Fault) -> float:
@@ -153,15 +138,15 @@ def first(trial: Trial, fault: Fault, since: float) -> dict[str, Any] | None:
     return next((e for e in told if e["failure_class"] == fault.failure_class), None)
 
 
-def is_right(event: dict[str, Any], node: str, rank: int) -> bool:
-    return [(s["node_id"], s["rank"] in (None, rank)) for s in event["suspects"]] == [(node, True)]
+def is_right(event: dict[str, Any], node: str) -> bool:
+    return [(s["node_id"], s["rank"] in (None, VICTIM)) for s in event["suspects"]] == [(node, True)]
 
 
-def is_known(event: dict[str, Any], fault: Fault, node: str, rank: int) -> bool:
+def is_known(event: dict[str, Any], fault: Fault, node: str) -> bool:
     """Broken connections at the victim's peers accuse nobody."""
     if not event["suspects"]:
         return True
-    return event["failure_class"] == fault.failure_class and is_right(event, node, rank)
+    return event["failure_class"] == fault.failure_class and is_right(event, node)
 
 
 def rows_of(found: dict[str, list[Run]], hang_s: float) -> list[list[str]]:

@@ -35,12 +35,11 @@ def one(product: Product, fault: str, folder: Path, bound_s: float, env: Mapping
 
 def own_phases(trial: Trial) -> dict[str, float | None]:
     """The phases that the first agent, whose worker is not the victim, told of its recovery."""
-    path = trial.folder / trial.agents[0].name / "events.jsonl"
     end = time.monotonic() + 5
     while time.monotonic() < end:
-        for line in path.read_text().splitlines():
-            if '"recovery_completed"' in line:
-                return {k: v for k, v in json.loads(line).items() if k.endswith("_s")}
+        for event in events_of(trial, "recovery_completed"):
+            if event["node_id"] == trial.agents[0].name:
+                return {k: v for k, v in event.items() if k.endswith("_s")}
         time.sleep(0.1)
     return {}
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,6 +109,45 @@ def _in_turn(
             time.sleep(0.5)
         elif len(trial.agents) == 2:
             trial.wait_training(2, START_S)
+
+
+def start_agents(
+    trial: Trial,
+    names: str,
+    nnodes: str,
+    python: str,
+    program: Sequence[str],
+    policy: Path | None,
+    *,
+    env: Mapping[str, str] | None = None,
+    endpoint_of: Callable[[str, int], tuple[int, str]] = lambda _name, port: (port, "true"),
+) -> None:
+    """Agents of this backend, until so many workers live as are active. The first hosts the store, and the standbys
+    come last."""
+    port = free_port()
+    active = int(nnodes.partition(":")[0])
+
+    def all_live() -> bool:
+        return len({t.pid for t in trial.told("life")}) >= active
+
+    for number, name in enumerate(names):
+        at, host = endpoint_of(name, port)
+        command = lmres_command(
+            name,
+            folder=trial.folder,
+            endpoint=f"127.0.0.1:{at}",
+            run_id=trial.token[:8],
+            nnodes=nnodes,
+            policy=policy,
+            python=python,
+            program=program,
+            conf={"is_host": host if number == 0 else "false"},
+        )
+        agent = trial.start(name, command, env)
+        if number == 0:
+            wait_for("the store", lambda agent=agent: store_pid(agent), START_S)  # type: ignore[misc]
+        if number == active - 1:
+            wait_for("all workers", all_live, START_S)
 
 
 def wait_warm(trial: Trial) -> None:

@@ -21,7 +21,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _PLAIN = (bool, int, float, str, type(None))
 # The only modules of torch that are computed; another kind is a wrapper, which does something with what is below it.
 _TORCHS = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.nn.")
-_SHARDERS = frozenset({"FullyShardedDataParallel", "FSDPModule"})
+_SHARDERS = frozenset({"FullyShardedDataParallel", shards.FULLY_SHARDED})
 _WRAPPERS = _SHARDERS | {"DistributedDataParallel", "SyncBatchNorm"}
 _LIBRARIES = frozenset({"deepspeed", "fairscale", "megatron", "apex", "horovod", "colossalai"})
 _SHARDED = ("_handle", "_flat_param", "_fsdp_wrapped_module")
@@ -41,14 +41,13 @@ class Part:
     seen: tuple[list[Any], Any, int] | None = None
 
     def problem_now(self, torch: Any) -> str:
-        """Hooks may have been added, parameters replaced."""
-        return shards.problem_of_shard(torch, self.module) if self.by_rows else problem_of(torch, self.module)
-
-    def note_gathered(self) -> None:
-        """What is never in shards when its turn comes would pass for ever without being computed."""
-        if self.by_rows and not self.problem:
-            self.gathered = 0 if shards.holds_rows(self.module) else self.gathered + 1
-            self.problem = f"{shards.SHARDED}, and {shards.GATHERED}" if self.gathered > 1 else ""
+        """In its turn. Hooks may have been added, parameters replaced; and what is never in shards then would pass for
+        ever without being computed."""
+        if not self.by_rows:
+            return problem_of(torch, self.module)
+        self.gathered = 0 if shards.holds_rows(self.module) else self.gathered + 1
+        stays = f"{shards.SHARDED}, and its parameters stay gathered between the steps" if self.gathered > 1 else ""
+        return shards.problem_of_shard(torch, self.module) or stays
 
     def to_compute(self, torch: Any) -> Any:
         """The module to be called; None if there is nothing to compute on this rank."""
@@ -143,9 +142,13 @@ def _parts(torch: Any, index: int, root: Any) -> Iterator[Part]:
 
 def _is_managed(module: Any) -> bool:
     """FSDP2 cares for its parameters, whether they are gathered at the moment or not. (FSDP1 marks modules so too.)"""
-    parameters = [p for p in module._parameters.values() if p is not None]
-    flattened = any(getattr(p, "_fsdp_flattened", False) for p in parameters)
-    return bool(parameters) and not flattened and getattr(module, "_is_fsdp_managed_module", False) is True
+    has_parameters = any(parameter is not None for parameter in module._parameters.values())
+    return has_parameters and not _is_flattened(module) and getattr(module, "_is_fsdp_managed_module", False) is True
+
+
+def _is_flattened(module: Any) -> bool:
+    """FSDP1 keeps its parameters as pieces of a larger one."""
+    return any(getattr(parameter, "_fsdp_flattened", False) for parameter in module._parameters.values())
 
 
 def _is_parallel(root: Any) -> bool:
@@ -174,10 +177,7 @@ def _wrapped(torch: Any, module: Any) -> str:
     groups = _groups(torch)
     if groups and any(isinstance(value, groups) for value in own.values()):
         return "it holds a process group"
-    for parameter in module._parameters.values():
-        if parameter is not None and getattr(parameter, "_fsdp_flattened", False):
-            return shards.SHARDED
-    return ""
+    return shards.SHARDED if _is_flattened(module) else ""
 
 
 def _groups(torch: Any) -> tuple[type, ...]:

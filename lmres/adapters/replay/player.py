@@ -108,7 +108,6 @@ class Player:
         try:
             part.problem = part.problem_now(self._torch)
             module = None if part.problem else part.to_compute(self._torch)
-            part.note_gathered()
             if module is not None:
                 with kept_rng, _kept_cuda(self._torch), _stand_ins(self._torch, module), _exact(self._torch):
                     found = self._compute(part, module, step)

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from typing import Any
 
 SHARDED = "it is sharded"
-GATHERED = "its parameters stay gathered between the steps"
-_FULLY_SHARDED = "FSDPModule"
+FULLY_SHARDED = "FSDPModule"
 _ALL_HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -34,16 +33,14 @@ def holds_rows(module: Any) -> bool:
 
 def is_fully_sharded(module: Any) -> bool:
     """It was itself given to FSDP2's ``fully_shard``."""
-    return any(kind.__name__ == _FULLY_SHARDED for kind in type(module).__mro__)
+    return any(kind.__name__ == FULLY_SHARDED for kind in type(module).__mro__)
 
 
 def kind_of(module: Any) -> type:
     """Its class before ``fully_shard`` changed it, which puts one of its own and ``FSDPModule`` in front."""
     above = type(module).__mro__
-    if not is_fully_sharded(module):
-        return above[0]
-    last = max(i for i, kind in enumerate(above) if kind.__name__ == _FULLY_SHARDED)
-    return above[last + 1]
+    names = [kind.__name__ for kind in above]
+    return above[names.index(FULLY_SHARDED) + 1] if FULLY_SHARDED in names else above[0]
 
 
 def problem_of_shard(torch: Any, module: Any) -> str:
