@@ -535,7 +535,7 @@ class Node:
         with self._changed:
             self._outcome = outcome
             self._changed.notify_all()
-        if self._imports is not None and not self._must_stop(outcome):
+        if self._imports is not None:
             self._imports.follow(outcome, now_ms())
 
     def _fail(self, error: BaseException) -> None:
